@@ -7,41 +7,67 @@ The random initial values of a tensor are a function of a seed and the tensor's 
 is flattened and split into blocks of `BLOCK` elements. Each block has its own counter-based random stream, so a rank that holds
 a part of a tensor draws only the blocks that overlap this part. On a CPU the stream is numpy's Philox with the tensor's key and
 the block as counter; on CUDA it is torch's Philox, seeded for each block. Each matrix of a stack counts as a separate tensor.
-Uniform values are 2 u - 1 times `Init.bound`, where u in [0, 1) are fp32 samples of the same stream.
+Uniform values are 2 u - 1 times `Init.bound`, where u in [0, 1) are fp32 samples of the same stream; other values are functions
+of 2 u - 1 (`Init.of`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import sqrt
+from math import log, sqrt
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "ffn", "expert", "vocab"] | None
-"""Logical meaning of one dimension; None if no strategy may split it."""
+Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "state_heads", "ffn", "expert", "vocab"] | None
+"""Logical meaning of one dimension; None if no strategy may split it. `state_heads` are the heads of a recurrent layer."""
 
 Group = Literal["matrix", "embedding", "head", "router", "vector"]
-"""Optimizer group: hidden matrices; embedding tables; the output projection; routers of experts; norms, biases and other 1-D
-tensors."""
+"""Optimizer group: hidden matrices; embedding tables; the output projection; routers of experts; norms, biases, other 1-D tensors
+and the filters of convolutions."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`."""
+    """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`, or with `low` and `high`: `log`,
+    the logarithm of a uniform value between them, or `softplus`, the x whose ln(1 + e^x) is log-uniform between them."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "log", "softplus"]
     std: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.between != (0 < self.low < self.high):
+            raise ValueError(f"Init({self.kind!r}, low={self.low}, high={self.high}): log and softplus require 0 < low < high")
         if (self.kind in ("normal", "uniform")) != (self.std > 0):
             raise ValueError(
                 f"Init({self.kind!r}, std={self.std}): normal and uniform require std > 0, zeros and ones require std = 0"
             )
 
     @property
+    def between(self) -> bool:
+        """Whether values are functions of uniform values between `low` and `high`."""
+        return self.kind in ("log", "softplus")
+
+    @property
+    def drawn(self) -> bool:
+        """Whether values are random."""
+        return self.between or self.kind in ("normal", "uniform")
+
+    @property
     def bound(self) -> float:
         """Half of the width of a uniform distribution with this `std`."""
         return sqrt(3) * self.std
+
+    def of(self, samples: Any) -> Any:
+        """Returns the values (a tensor) that belong to fp32 samples of the random stream, in the same dtype."""
+        if not self.between:
+            return samples * (self.bound if self.kind == "uniform" else self.std)
+        share = (samples.double() + 1) / 2
+        if self.kind == "log":
+            return (self.low + share * (self.high - self.low)).log().to(samples.dtype)
+        value = (log(self.low) + share * log(self.high / self.low)).exp()
+        return (value + (-(-value).expm1()).log()).to(samples.dtype)
 
 
 @dataclass(frozen=True)

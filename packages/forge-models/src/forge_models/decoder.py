@@ -32,10 +32,10 @@ ROUTER_BIAS = ".router.bias"
 class Decoder(nn.Module):
     """A decoder of a given shape.
 
-    A block's attention is called with (x, rotation, attention_mask, cache). The decoder reads three optional attributes of it:
-    `core` (an `AttentionCore`, the seam where strategies enter; it prepares `attention_mask`, which is None without a core),
-    `window` (passed to the core; None by default) and `rotary` (its rotary embedding; by default that of the model over the whole
-    head).
+    A block's attention is called with (x, rotation, attention_mask, cache). The decoder reads four optional attributes of it:
+    `core` (an `AttentionCore` or `RecurrentCore`, the seam where strategies enter; it prepares `attention_mask`, which is None
+    without a core), `window` (passed to the core; None by default), `mask_key` (layers with an equal one share what the core
+    prepares; the window by default) and `rotary` (its rotary embedding; by default that of the model over the whole head).
 
     A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
     that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         tokens: Tensor | None,
         mtp_blocks: list[Any],
         extras: Mapping[str, Tensor],
-    ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any]]:
+    ) -> tuple[Tensor, dict[Rotary, Rotation], dict[Any, Any]]:
         """Returns the residual stream after the last block, rotations, and attention masks (also for `mtp_blocks`)."""
         # Hidden states of an earlier part may be split along the sequence; positions never are.
         length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         module: Any = self.mtp.depths[depth]
         positions = cache.advance(positions, tokens.shape[1])
         rotation = self._rotary(module.block)(positions)
-        attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_window(module.block))
+        attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_mask_key(module.block))
         inputs = (self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
         with scope(f"mtp.depths.{depth}.", self):
             x, hidden, _ = module(x, *inputs)
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         x: Tensor,
         mtp_targets: MTPTargets,
         rotations: dict[Rotary, Rotation],
-        masks: dict[int | None, Any],
+        masks: dict[Any, Any],
         token_mask: Tensor | None,
         objective: Objective | None,
     ) -> LossTerms:
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
             token, label = mtp_targets.tokens[..., k], mtp_targets.labels[..., k]
             here = token != IGNORE if token_mask is None else token_mask & (token != IGNORE)
             token = token.clamp(min=0)  # positions without a token have no label, and positions with a label do not see them
-            inputs = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_window(depth.block)))
+            inputs = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_mask_key(depth.block)))
             routing = {"token_mask": here, "tokens": token} if depth.block.sparse else {}
             with scope(f"mtp.depths.{name}.", self):
                 x, hidden, router_stats = depth(x, *inputs, **routing)
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         rotations: dict[Rotary, Rotation],
-        masks: dict[int | None, Any],
+        masks: dict[Any, Any],
         cache: KVCache | None,
         shared: dict[str, Any],
     ) -> Tensor:
@@ -259,7 +259,7 @@ class Decoder(nn.Module):
             further = {key: shared.get(key) for key in getattr(block, "reads", ())}
             with scope(f"blocks.{name}.", self):
                 layer_cache = None if cache is None else cache.layers[name]
-                x = block(x, rotation, masks.get(_window(block)), layer_cache, **further)
+                x = block(x, rotation, masks.get(_mask_key(block)), layer_cache, **further)
                 if not getattr(block, "sparse", False):
                     continue
                 x, router_stats = x
@@ -278,22 +278,22 @@ class Decoder(nn.Module):
         length: int,
         x: Tensor,
         cache: KVCache | None,
-    ) -> dict[int | None, Any]:
-        """Returns, by window, what attention cores share for this batch; prepared once and used by every layer."""
-        masks: dict[int | None, Any] = {}
+    ) -> dict[Any, Any]:
+        """Returns, by window or other key, what attention cores share for this batch; prepared once and used by every layer."""
+        masks: dict[Any, Any] = {}
         for block in blocks:
-            window = _window(block)
-            if window in masks:
+            window, key = getattr(_attention(block), "window", None), _mask_key(block)
+            if key in masks:
                 continue
             core = getattr(_attention(block), "core", None)
             if core is None:
                 continue
             if cache is None and hasattr(core, "prepare_packed"):
-                masks[window] = core.prepare_packed(documents, starts, length, window, x)
+                masks[key] = core.prepare_packed(documents, starts, length, window, x)
             elif cache is None:
-                masks[window] = core.prepare(documents, length, window, x.device)
+                masks[key] = core.prepare(documents, length, window, x.device)
             elif hasattr(core, "prepare_cached"):
-                masks[window] = core.prepare_cached(cache.slots, cache.extent, window)
+                masks[key] = core.prepare_cached(cache.slots, cache.extent, window)
             else:
                 raise ValueError(f"attention core {type(core).__name__} does not support a cache; generate without one")
         return masks
@@ -409,8 +409,10 @@ def _attention(block: Any) -> Any:
     return block.attention
 
 
-def _window(block: nn.Module) -> int | None:
-    return getattr(_attention(block), "window", None)
+def _mask_key(block: nn.Module) -> Any:
+    """Returns what blocks have in common that share what a core prepares: by default the window."""
+    attention = _attention(block)
+    return getattr(attention, "mask_key", getattr(attention, "window", None))
 
 
 def _join(path: str, name: str) -> str:

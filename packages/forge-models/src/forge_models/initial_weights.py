@@ -40,13 +40,13 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
 
 
 def _fill(tensor: Tensor, init: Init, name: str, seed: int) -> None:
-    if init.kind not in ("normal", "uniform"):
+    if not init.drawn:
         tensor.fill_(1.0 if init.kind == "ones" else 0.0)
         return
-    key, flat, uniform = specs.key_of(seed, name), tensor.detach().view(-1), init.kind == "uniform"
+    key, flat, uniform = specs.key_of(seed, name), tensor.detach().view(-1), init.kind != "normal"
     for block, part in enumerate(flat.split(specs.BLOCK)):
         drawn = _drawn(key, block, tensor.device, uniform)
-        part.copy_(drawn[: part.numel()] * (init.bound if uniform else init.std))
+        part.copy_(init.of(drawn[: part.numel()]))
 
 
 def _drawn(key: bytes, block: int, device: torch.device, uniform: bool) -> Tensor:

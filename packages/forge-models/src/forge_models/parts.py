@@ -6,7 +6,9 @@ PARTS = {
         "transformers": "forge_models.components.transformers:TransformersConfig",
     },
     "forge.attentions": {
+        "gated_delta_net": "forge_models.components.recurrent:GDN",
         "gqa": "forge_models.components.attentions:GQA",
+        "hybrid": "forge_models.components.recurrent:Hybrid",
         "mla": "forge_models.components.attentions:MLA",
     },
     "forge.mlps": {

@@ -270,6 +270,11 @@ class DecoderShape:
         window_at = getattr(self.attention, "window_at", lambda _: None)
         return tuple(window_at(layer) for layer in range(self.blocks))
 
+    def norm_placement_at(self, layer: int) -> NormPlacement:
+        """Returns the placement of norms in block `layer`."""
+        placement_at: Any = getattr(self.attention, "norm_placement_at", lambda _: None)
+        return placement_at(layer) or self.norm_placement
+
     def context(self, layer: int) -> BlockContext:
         """Returns the context that the components of block `layer` receive."""
         return BlockContext(
@@ -301,6 +306,8 @@ class DecoderShape:
             "ffn": self.ffn_dim,
             "vocab": self.vocab_size,
         }
+        extra: Any = getattr(self.attention, "units", None)
+        units |= {} if extra is None else extra(self.context(0))
         if self.moe is None:
             return units
         return units | {"ffn": gcd(self.ffn_dim if self.has_dense else 0, self.moe.ffn_dim), "expert": self.moe.experts}

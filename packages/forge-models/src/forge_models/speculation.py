@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge_core.protocols.model import RecurrentCore
 from forge_models.blocks.cache import KVCache
 from forge_models.decoder import Decoder
 from forge_models.generation import GenerationError, check_request, ends_of, evaluating
@@ -66,14 +67,18 @@ def speculate(
         tally: statistics to add to.
 
     Raises:
-        GenerationError: the model has no MTP modules or uses dynamic rope scaling, or an argument is invalid as for `stream`;
-            raised at the call.
+        GenerationError: the model has no MTP modules, uses dynamic rope scaling or has recurrent layers, or an argument is
+            invalid as for `stream`; raised at the call.
     """
     check_request(model, prompts, max_tokens, prefill)
     if model.mtp is None:
         raise GenerationError("speculation needs MTP modules; the model has no [model.mtp]")
     if model.cache_limit is not None:
         raise GenerationError("speculation does not support dynamic rope scaling; generate without it")
+    if any(isinstance(getattr(module, "core", None), RecurrentCore) for module in model.modules()):
+        raise GenerationError(
+            "recurrent layers cannot drop rejected drafts, so speculation does not support them; generate without"
+        )
     return _Rounds(model, [list(prompt) for prompt in prompts], max_tokens, prefill, Tally() if tally is None else tally).run(
         ends_of(prompts, eos, stop, decode)
     )

@@ -264,7 +264,9 @@ def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     if layout.tp == 1 or (shape := shape_of(job)) is None:
         return
     if why := shares.heads_refusal(shape.units, layout.tp):
-        unit = "heads" if shape.heads % layout.tp else "kv_heads"
+        states = shape.units.get("state_heads", 0) % layout.tp
+        fits = shares.heads_refusal({**shape.units, "state_heads": layout.tp}, layout.tp) is None
+        unit = "attention" if states and fits else "heads" if shape.heads % layout.tp else "kv_heads"
         yield Fault(f"model.{unit}", why, hint="change it, or change parallel.tp")
     for key, rows in dict.fromkeys(split_widths(job.model)):
         if why := shares.rows_refusal(key, rows, layout.tp):
@@ -283,6 +285,8 @@ def rows_can_be_shared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         return
     for reason in shape.whole_rows:
         yield Fault(_key(reason), shares.whole_rows_refusal([reason]) or "", hint="remove it, or set parallel.cp = 1")
+    if why := shares.exchange_refusal(shape.units, layout.cp, layout.tp):
+        yield Fault("model.attention", why, hint="change key_heads, or change parallel.cp")
     kind = getattr(job.transforms.get("context", ContextParallel()), "kind", None)
     if kind == "ulysses" and (why := shares.ulysses_refusal(shape.heads, layout.cp, layout.tp)):
         yield Fault("transforms.context.kind", why)

@@ -177,6 +177,36 @@ class AttentionCore(Protocol):
 
 
 @runtime_checkable
+class RecurrentCore(Protocol):
+    """Seam 1 of recurrent layers: convolution and state over whole rows, on local tensors."""
+
+    def prepare(self, documents: "Tensor | None", length: int, window: int | None, device: "Any") -> Any:
+        """Does the same as `AttentionCore.prepare`; recurrent layers have no window."""
+        ...
+
+    def recur(
+        self,
+        streams: "tuple[Tensor, Tensor, Tensor]",
+        filters: "tuple[Tensor, Tensor, Tensor]",
+        g: "Tensor",
+        beta: "Tensor",
+        shared: Any,
+        cache: Any = None,
+    ) -> "Tensor":
+        """Returns the outputs of all heads, (B, T, heads, value width).
+
+        Args:
+            streams: projected queries and keys (B, T, key_heads, key width), and values (B, T, heads, value width).
+            filters: (channels, width) of the causal convolution of each stream; its channels are heads * width of the stream.
+            g: (B, T, heads) logarithms of the decay.
+            beta: (B, T, heads) step sizes.
+            shared: from `prepare`.
+            cache: `LayerCache` with the state, which this call updates.
+        """
+        ...
+
+
+@runtime_checkable
 class PackedCore(AttentionCore, Protocol):
     """An attention core with variable-length kernels for rows of several documents."""
 

@@ -43,7 +43,8 @@ class Block(nn.Module):
         norm: Any = shape.norm
         attention: Any = shape.attention
         mlp: Any = shape.mlp
-        before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
+        placement = shape.norm_placement_at(layer)
+        before, after = placement != "post", placement != "pre"
         self.multiplier = shape.residual_multiplier
         self.parallel = shape.parallel_residual
         self.attention_norm: nn.Module | None = norm.build(shape.dim) if before else None

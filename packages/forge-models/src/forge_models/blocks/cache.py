@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, for generation."""
+"""Keys and values of earlier tokens, and states of recurrent layers, for generation."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,19 @@ class LayerCache:
         self.v: Tensor | None = None
         self.memory: tuple[Tensor, Tensor] | None = None
         """Keys and values of inputs outside the residual stream, such as images to which the layer attends."""
+        self.recurrent: tuple[tuple[Tensor, ...] | None, Tensor | None] = (None, None)
+        """Of a recurrent layer: the last inputs of its convolutions, (B, width - 1, channels) each, and its state after the last
+        token of each row."""
         self._owner = owner
+
+    def counts(self, length: int) -> Tensor:
+        """Returns (B,), how many of the `length` tokens of the current forward a recurrent layer reads in each row; the rest is
+        padding.
+
+        Raises:
+            ValueError: the tokens of a row do not follow those that the state has read.
+        """
+        return self._owner.counts(length)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, kv_heads, T, head_dim) in the slots of the current forward; returns all slots in use."""
@@ -50,8 +62,10 @@ class KVCache:
         """State of a model between forwards, besides keys and values."""
         self.slots = torch.zeros(batch, 0, dtype=torch.int64, device=device)
         self.lengths: list[int] | None = None
-        """Number of tokens of each row that belong to its text, without padding; None: all. Results do not depend on it; code
-        that reads inner values uses it to skip padding."""
+        """Number of tokens of each row that belong to its text, without padding; None: all. Recurrent layers do not read padding,
+        and code that reads inner values skips it; attention does not need it."""
+        self._read: Tensor | None = None
+        self._counts: Tensor | None = None
 
     def advance(self, positions: Tensor | None, length: int) -> Tensor:
         """Begins a forward over `length` more tokens; returns their positions (B, T).
@@ -68,9 +82,28 @@ class KVCache:
             )
         if positions is None:
             positions = torch.arange(self.extent, self.extent + length, device=self.slots.device).expand(self.batch, -1)
+        if self._counts is not None:
+            self._read = self._counts if self._read is None else self._read + self._counts
+            self._counts = None
         self.extent += length
         self.slots = positions.to(torch.int64)
         return self.slots
+
+    def counts(self, length: int) -> Tensor:
+        """See `LayerCache.counts`; computed once per forward."""
+        if self._counts is None:
+            starts = self.slots[:, 0]
+            counts = torch.full_like(starts, length)
+            if self.lengths is not None:
+                counts = (torch.tensor(self.lengths, device=starts.device) - starts).clamp(0, length)
+            read = torch.zeros_like(starts) if self._read is None else self._read
+            if bool(((counts > 0) & (starts != read)).any()):
+                raise ValueError(
+                    f"a recurrent layer has read {read.tolist()} tokens of the rows, but the next ones are at {starts.tolist()}; "
+                    "it cannot go back or leave out tokens, so begin with a new cache"
+                )
+            self._counts = counts
+        return self._counts
 
     def rewind(self, extent: int) -> None:
         """Makes the next forward begin at slot `extent`; later slots, such as rejected drafts, are overwritten."""

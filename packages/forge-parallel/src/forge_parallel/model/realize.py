@@ -204,6 +204,8 @@ SLAB = 1 << 20
 
 Draw = Callable[[int, int], torch.Tensor]
 """(first, last) flat index -> fp32 samples for [first, last), of a standard normal or uniform in [-1, 1)."""
+Values = Callable[[torch.Tensor], torch.Tensor]
+"""Samples -> initial values (`Init.of`)."""
 
 
 def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device | None = None) -> None:
@@ -220,25 +222,24 @@ def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device 
 
 
 def _fill(box: Box, init: Init, name: str, seed: int, device: torch.device | None) -> None:
-    if init.kind in ("normal", "uniform"):
-        uniform = init.kind == "uniform"
-        draw = _stream(seed, name, device or box.local.device, uniform)
-        _scatter(box.local, box.shape, box.offset, 0, init.bound if uniform else init.std, draw)
+    if init.drawn:
+        draw = _stream(seed, name, device or box.local.device, init.kind != "normal")
+        _scatter(box.local, box.shape, box.offset, 0, init.of, draw)
     else:
         box.local.fill_(1.0 if init.kind == "ones" else 0.0)
 
 
-def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, scale: float, draw: Draw) -> None:
+def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, values: Values, draw: Draw) -> None:
     """Fills `local`, the box at `offset` in a tensor of `shape` whose first element has flat index `base`."""
     if local.numel() == 0:
         return
     if local.dim() == 0:
-        local.copy_(draw(base, base + 1)[0] * scale)
+        local.copy_(values(draw(base, base + 1)[0]))
         return
     width = prod(shape[1:])
     if width > SLAB:
         for row in range(local.shape[0]):
-            _scatter(local[row], shape[1:], offset[1:], base + (offset[0] + row) * width, scale, draw)
+            _scatter(local[row], shape[1:], offset[1:], base + (offset[0] + row) * width, values, draw)
         return
     inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     step = max(1, SLAB // width)
@@ -246,7 +247,7 @@ def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...
         rows = min(step, local.shape[0] - row)
         first = base + (offset[0] + row) * width
         drawn = draw(first, first + rows * width).view(rows, *shape[1:])
-        local[row : row + rows].copy_(drawn[:, *inner] * scale)
+        local[row : row + rows].copy_(values(drawn[:, *inner]))
 
 
 def _stream(seed: int, name: str, device: torch.device, uniform: bool = False) -> Draw:

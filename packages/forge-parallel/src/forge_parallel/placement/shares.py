@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from forge_core.layout import Layout
 from forge_core.specs import Dim, Matrix, Specs
 
-CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "state_heads", "ffn", "vocab"})
 """Logical dimensions that are split over tp ranks."""
 
 FLOAT8_MULTIPLE = 16
@@ -33,12 +33,16 @@ def rows_refusal(name: str, size: int, tp: int) -> str | None:
 
 
 def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
-    """Checks that tp ranks share query heads evenly, and key-value heads evenly or as copies."""
+    """Checks that tp ranks share query heads and heads of recurrent layers evenly, and key-value heads evenly or as copies."""
     heads, kv_heads = units.get("heads"), units.get("kv_heads")
     if heads is not None and heads % tp:
         return f"{heads} heads cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"
     if kv_heads is not None and kv_heads % tp and tp % kv_heads:
         return f"{kv_heads} key-value heads do not fit parallel.tp = {tp}; choose values of which one divides the other"
+    if (states := units.get("state_heads")) is not None and states % tp:
+        return (
+            f"{states} heads of recurrent layers cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"
+        )
     return None
 
 
@@ -62,6 +66,18 @@ def ulysses_refusal(heads: int, cp: int, tp: int) -> str | None:
     return (
         f"transforms.context.kind = 'ulysses': parallel.cp = {cp}{others} does not divide {heads} heads; "
         "use 'all_gather' or 'ring'"
+    )
+
+
+def exchange_refusal(units: Mapping[str, int], cp: int, tp: int) -> str | None:
+    """Checks that ranks that exchange heads of recurrent layers for positions get equally many heads."""
+    states = units.get("state_heads")
+    if states is None or states % (cp * tp) == 0:
+        return None
+    others = f" * parallel.tp = {tp}" if tp > 1 else ""
+    return (
+        f"recurrent layers exchange heads for positions, but parallel.cp = {cp}{others} does not divide their {states} heads; "
+        "choose values that do"
     )
 
 

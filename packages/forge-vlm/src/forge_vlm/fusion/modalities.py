@@ -153,7 +153,8 @@ class ModalityBlock(nn.Module):
         def norm_of(wanted: bool) -> nn.Module | None:
             return each(lambda: norm.build(shape.dim)) if wanted else None
 
-        before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
+        placement = shape.norm_placement_at(layer)
+        before, after = placement != "post", placement != "pre"
         self.untied, self.multiplier = untied, shape.residual_multiplier
         self.attention_norm = norm_of(before)
         copies = {name: attention.build(context) for name in names} if untied else {}

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from forge_core.batch import Batch, MTPTargets
 from forge_core.errors import ForgeError, PlanError
-from forge_core.protocols.model import AttentionCore, PositionedCore, PositionedTokens
+from forge_core.protocols.model import AttentionCore, PositionedCore, PositionedTokens, RecurrentCore
 from forge_parallel.accelerator import flex_fault
 from forge_parallel.placement.collectives import GatherWide, Ranks
-from forge_parallel.placement.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
+from forge_parallel.placement.shares import exchange_refusal, ring_refusal, ulysses_refusal, whole_rows_refusal
+from forge_parallel.transforms.context.heads import ExchangedRecurrence
 from forge_parallel.transforms.context.ring import RingAttention
 from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_parallel.transforms.context.rows import (
@@ -93,13 +94,19 @@ def replace_cores(part: nn.Module, context: "Context", kind: str, order: Sequenc
         PlanError: a block has no attention core, the model needs whole rows elsewhere, or `kind` does not support a core or
             the number of heads.
     """
-    if why := whole_rows_refusal(context.specs.whole_rows):
-        raise PlanError(why)
+    layout = context.topology.layout
+    for why in (whole_rows_refusal(context.specs.whole_rows), exchange_refusal(context.specs.units, layout.cp, layout.tp)):
+        if why:
+            raise PlanError(why)
+    ranks = Ranks.of(context.topology.group("cp"))
     replaced = _replacement(context, kind, order)
     for path in context.specs.blocks:
-        modules = part.get_submodule(path).named_modules(prefix=path)
-        cores = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
-        if not cores:
+        modules = dict(part.get_submodule(path).named_modules(prefix=path))
+        cores = {name: module for name, module in modules.items() if isinstance(getattr(module, "core", None), AttentionCore)}
+        recurrent = [module for module in modules.values() if isinstance(getattr(module, "core", None), RecurrentCore)]
+        for module in recurrent:
+            module.core = ExchangedRecurrence(module.core, order, ranks)  # type: ignore[assignment]
+        if not cores and not recurrent:
             raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
         for name, module in cores.items():
             module.core = replaced(name, module.core)  # type: ignore[assignment]

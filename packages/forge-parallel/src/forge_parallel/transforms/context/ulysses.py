@@ -70,22 +70,25 @@ class UlyssesAttention:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         if sinks is not None:  # of this rank's heads; gradients of the others come from the other ranks
             sinks = sinks.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
-        q, k, v = self._to_heads(q, k, v)
-        return self._to_places(self.inner(q, k, v, shared, scale, **options_of(soft_cap, sinks)))
+        q, k, v = to_heads(self.ranks, q, k, v)
+        return to_places(self.ranks, self.inner(q, k, v, shared, scale, **options_of(soft_cap, sinks)))
 
-    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Exchanges (B, h, T, d) of all heads for (B, h / ranks, S, d) of all positions, in one all-to-all."""
-        # (ranks, T, B, h / ranks * d): dimension 0 is the receiving rank, so received shares follow each other in a row
-        shares = [x.unflatten(1, (self.ranks.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for x in tensors]
-        received = self._exchanged(torch.cat(shares, dim=-1).flatten(0, 1))
-        pieces = received.split([share.shape[-1] for share in shares], dim=-1)
-        return [piece.unflatten(-1, (-1, x.shape[-1])).permute(1, 2, 0, 3) for piece, x in zip(pieces, tensors, strict=True)]
 
-    def _to_places(self, out: Tensor) -> Tensor:
-        """Exchanges (B, heads / ranks, S, width) for (B, heads, T, width)."""
-        received = self._exchanged(out.permute(2, 0, 1, 3)).unflatten(0, (self.ranks.size, -1))
-        return received.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+def to_heads(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
+    """Exchanges (B, h, T, d) of all heads for (B, h / ranks, S, d) of all positions in rank order, in one all-to-all."""
+    # (ranks, T, B, h / ranks * d): dimension 0 is the receiving rank, so received shares follow each other in a row
+    shares = [x.unflatten(1, (ranks.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for x in tensors]
+    received = _exchanged(torch.cat(shares, dim=-1).flatten(0, 1), ranks)
+    pieces = received.split([share.shape[-1] for share in shares], dim=-1)
+    return [piece.unflatten(-1, (-1, x.shape[-1])).permute(1, 2, 0, 3) for piece, x in zip(pieces, tensors, strict=True)]
 
-    def _exchanged(self, x: Tensor) -> Tensor:
-        """(ranks * n, ...) -> the same shape: share i is sent to rank i, and rank i's share arrives at index i."""
-        return all_to_all(x, shares := evenly(x, self.ranks), shares, self.ranks)
+
+def to_places(ranks: Ranks, out: Tensor) -> Tensor:
+    """Exchanges (B, heads / ranks, S, width) for (B, heads, T, width)."""
+    received = _exchanged(out.permute(2, 0, 1, 3), ranks).unflatten(0, (ranks.size, -1))
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _exchanged(x: Tensor, ranks: Ranks) -> Tensor:
+    """(ranks * n, ...) -> the same shape: share i is sent to rank i, and rank i's share arrives at index i."""
+    return all_to_all(x, shares := evenly(x, ranks), shares, ranks)

@@ -28,6 +28,7 @@ class Role(Enum):
     TABLE = "looks up the rows that this rank has"
     HEAD = "makes this rank's share of the logits"
     ACROSS = "works across all heads, such as a norm: takes all ranks' shares, keeps its own of what it makes"
+    SHARE = "works on each head by itself; its parameters are split with the heads"
     ENTERING = "a column that takes the residual stream itself, without a region around it"
     GATHERED = "an entering column whose outputs are brought together"
     EXPERTS = "runs all experts on this rank's share of their features, and sums what ranks make of each token"
@@ -155,6 +156,8 @@ def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
         return Role.HEAD if leaves[-1] == "vocab" else Role.COLUMN
     if into and not out:
         return Role.ROW
+    if into and enters[-1] == leaves[-1] and [dim for dim in spec.dims if dim in CUT] == [enters[-1]]:
+        return Role.SHARE
     raise PlanError(
         f"tensor: no rule covers {name}: its module maps {enters[-1]} to {leaves[-1]}, so it would need the whole of a "
         "dimension that is split over tp ranks; set parallel.tp = 1"
