@@ -1,4 +1,4 @@
-"""The attention core, and classes of transformers, on a CUDA device. Runs with `pytest -m gpu`."""
+"""The attention core, parts of decoders, and classes of transformers, on a CUDA device. Runs with `pytest -m gpu`."""
 
 import json
 import warnings
@@ -6,9 +6,19 @@ import warnings
 import pytest
 import torch
 
+from forge_core.layout import Layout
 from forge_models.blocks.attention import LocalAttention
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
+from forge_models.components.layers import ClampedSwiGLU
+from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.objectives import CrossEntropy
 from forge_parallel import accelerator
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from models.hf import causal_lm_walk as walk
 
@@ -76,6 +86,46 @@ def test_no_square_mask_exists(kind):
     before = torch.cuda.memory_allocated()
     core(q, k, v, core.prepare(documents, length, None, "cuda"), 0.125).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < length * length / 4  # bytes: a quarter of one boolean mask
+
+
+SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": walk.VOCAB, "max_length": 64}
+PARTS = {
+    "sinks": {"attention": GQA(sinks=True)},
+    "sinks in a window": {"attention": GQA(sinks=True, window=5)},
+    "an output gate": {"attention": GQA(output_gate=True)},
+    "gated delta rule": {"attention": GDN(key_heads=2, value_heads=4)},
+    "recurrent and full": {"attention": Hybrid(full_every=2)},
+    "experts with biases": {"mlp": ClampedSwiGLU(bias=True), "moe": MoEConfig(experts=4, top_k=4, router=SoftmaxTopKConfig())},
+}
+
+
+def step_on(device, config, packed, compute="fp64", state="fp64"):
+    topology = Topology(Layout(), torch.device(device))
+    model = realize(Blueprint.of(config.build), Plan.of([], Layout()), topology, fill, compute, state)
+    result = Step(model, CrossEntropy())([batch.to(device) for batch in walk.batches(packed)])
+    gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
+    return result.numbers()["loss"], {name: gradient.cpu() for name, gradient in gradients.items()}
+
+
+@torch.no_grad()
+def fill(model):
+    for name, tensor in model.tensors():
+        tensor.copy_(walk.value_of(name, tuple(tensor.shape), model.specs.tensors[name].init.kind == "ones"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_a_decoder_are_those_of_a_cpu(part, packed):
+    config = DecoderConfig(**SIZES, **PARTS[part])
+    expected = step_on("cpu", config, packed)
+    assert walk.error(expected, step_on("cuda", config, packed)) < 1e-5  # rotary angles are fp32
+    found = step_on("cuda", config, packed, "bf16", "fp32")
+    near = step_on("cpu", config, packed, "bf16", "fp32")
+    assert walk.error(expected, found) < max(2 * walk.error(expected, near), 0.05)
+    again = step_on("cuda", config, packed, "bf16", "fp32")
+    assert again[0] == found[0]
+    assert all(torch.equal(again[1][name], gradient) for name, gradient in found[1].items())
 
 
 def small(name, **changes):
