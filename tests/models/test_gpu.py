@@ -171,5 +171,5 @@ def test_host_waits_of_a_class_do_not_grow_with_its_layers(name):
                 torch.cuda.set_sync_debug_mode("default")
         waits = [f"{one.filename}:{one.lineno}" for one in seen if "called a synchronizing" in str(one.message)]
         counts.append(len(waits))
-        assert len(waits) == len(batches), waits
-    assert counts[0] == counts[1]
+        assert all("masking_utils" in wait for wait in waits), waits
+    assert counts[0] == counts[1] <= len(batches)
