@@ -34,14 +34,18 @@ DENSE = (
     "dp_shard float8 float8_wide_gather pp_1f1b accumulate",
     "dp_shard compile float8 accumulate",
     "pp_1f1b bf16 bf16_state float8 float8_rowwise accumulate recompute_full recompute",
+    "dp_shard accumulate recompute recompute_full lora",
+    "tp tp_whole accumulate lora",
+    "pp_1f1b dp_shard accumulate lora",
 )
 EXPERTS = (
     "dp_shard ep_all_to_all accumulate reduce_each recompute recompute_full",
     "dp_shard dp_replicate ep_all_gather accumulate label_smoothing frozen",
     "pp_1f1b dp_shard ep_all_to_all accumulate keep_gathered",
     "dp_shard ep_all_to_all muon accumulate",
+    "dp_shard ep_all_to_all accumulate lora",
 )
-FAST = (DENSE[0], DENSE[1], EXPERTS[0])
+FAST = (DENSE[0], DENSE[1], EXPERTS[0], "tp tp_whole accumulate lora")
 """What every change runs; the rest is slow."""
 
 

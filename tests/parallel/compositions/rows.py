@@ -120,7 +120,7 @@ def decoder_of(row: frozenset[str]) -> Any:
         experts = any(feature.startswith("ep_") for feature in row)
         keys = {**LLAMA, **(MIXTRAL if experts else {}), "tie_word_embeddings": "tied" in row}
         keys |= WIDE_LLAMA if "float8" in row else {}
-        return TransformersConfig(config=json.dumps(keys), weights_from="draw")
+        return TransformersConfig(config=json.dumps(keys), weights_from="draw", lora=LORA if "lora" in row else None)
     depth = 1 if row & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
     mtp = MTPConfig(depth=depth) if "mtp" in row else None
     experts = None if "experts" not in row else EXPERTS if row.isdisjoint(LOW) else ALL_CHOSEN

@@ -109,10 +109,15 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
     lora = getattr(job.model, "lora", None)
     if not isinstance(lora, LoRAConfig):
         return
-    if getattr(job.model, "from_hf", None) is None and getattr(getattr(job, "start", None), "weights", None) is None:
-        yield RecipeWarning("model.lora", "has no base, so a run will not start", hint="set model.from_hf, or start.weights")
-    shape = job.model.shape
-    hidden, experts = shape.matrices() if shape.declares_matrices else ({}, {})
+    of_class = isinstance(job.model, TransformersConfig)
+    key = "folder" if of_class else "from_hf"
+    if getattr(job.model, key, None) is None and getattr(getattr(job, "start", None), "weights", None) is None:
+        yield RecipeWarning("model.lora", "has no base, so a run will not start", hint=f"set model.{key}, or start.weights")
+    if of_class:
+        hidden, experts = {}, {}  # those of a class are known when it is built
+    else:
+        shape = job.model.shape
+        hidden, experts = shape.matrices() if shape.declares_matrices else ({}, {})
     adapted = [name for name in lora.matched([*hidden, *experts]) if name in experts] if experts else []
     if lora.dora and layout.tp > 1:
         yield Fault(

@@ -18,7 +18,8 @@ _WHOLE = Start()
 
 
 def open_base(model: Any, start: Start, registry: Registry, elsewhere: str | None = None) -> Weights:
-    """Opens the base of a model with an adapter, from `[model] from_hf` or `[start]`, and compares its tensors with the model.
+    """Opens the base of a model with an adapter, from `[model] from_hf` or `folder`, or from `[start]`, and compares its tensors
+    with the model.
 
     Args:
         model: the model's component, which has `lora`.
@@ -29,18 +30,20 @@ def open_base(model: Any, start: Start, registry: Registry, elsewhere: str | Non
     Raises:
         ForgeError: the recipe names no base, it is missing, or it has other tensors.
     """
-    folder = getattr(model, FROM_HF, None)
+    reopened = getattr(model, "reopened", None)  # of a class of transformers, whose tensors have names of its own
+    key = FROM_HF if reopened is None else "folder"
+    folder = getattr(model, key, None) if reopened is None or model.weights_from == "folder" else None
     path = elsewhere or folder or start.weights
     if path is None:
         raise ForgeError(
-            "[model.lora] adapts a base, and the recipe names none: set model.from_hf to a folder in the Hugging Face format, or "
-            "start.weights to a run or checkpoint"
+            "[model.lora] adapts a base, and the recipe names none: set "
+            f"model.{key} to a folder in the Hugging Face format, or start.weights to a run or checkpoint"
         )
     if folder is not None and start.weights is not None:
-        raise ForgeError(f"model.{FROM_HF} and start.weights are two bases for [model.lora]; remove one of them")
-    for key in ("include", "exclude", "rename", "draw"):
-        if getattr(start, key) != getattr(_WHOLE, key):
-            raise ForgeError(f"start.{key} selects parts of weights, but [model.lora] needs its whole base; remove the key")
+        raise ForgeError(f"model.{key} and start.weights are two bases for [model.lora]; remove one of them")
+    for name in ("include", "exclude", "rename", "draw"):
+        if getattr(start, name) != getattr(_WHOLE, name):
+            raise ForgeError(f"start.{name} selects parts of weights, but [model.lora] needs its whole base; remove the key")
     options: dict[str, Any] = {}
     kind = format_of(path)
     if kind == "hf":
@@ -48,11 +51,14 @@ def open_base(model: Any, start: Start, registry: Registry, elsewhere: str | Non
     elif kind == "forge" and elsewhere is None and start.section != "model":
         options = {"weights": start.section}
     try:
-        weights = registry.load("forge.converters", kind)(**options).build().read(Path(path))
+        if kind == "hf" and reopened is not None:
+            weights = reopened(Path(path))
+        else:
+            weights = registry.load("forge.converters", kind)(**options).build().read(Path(path))
     except (ForgeError, OSError) as cause:
         raise ForgeError(
             f"the base of the adapter cannot be opened at {path}: {cause}. Put it back, or name its new place: "
-            f"{'model.' + FROM_HF if folder is not None else 'start.weights'} in a recipe, --base in `forge-train convert`"
+            f"{'model.' + key if folder is not None else 'start.weights'} in a recipe, --base in `forge-train convert`"
         ) from cause
     if getattr(weights.model, "lora", None) is not None:
         raise ForgeError(

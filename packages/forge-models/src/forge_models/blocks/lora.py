@@ -8,8 +8,9 @@ Names and logical dimensions of W stay, and those of A and B follow from them. S
 layer: where W is split along its outputs, B is, and where it is split along its inputs, A is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import sqrt
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -60,6 +61,8 @@ class LoRALinear(Linear):
     scaling: float
     dims: tuple[Dim, Dim]
     adapter: tuple[str, ...] = (FACTOR_A, FACTOR_B)
+    follows: ClassVar[Mapping[str, int]] = MappingProxyType({FACTOR_A: 1, FACTOR_B: 0, MAGNITUDE: 0})
+    """Parameter -> the dimension of the weight along which it is split if the weight is; otherwise it is whole."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in torch
         """(..., inputs) -> (..., outputs)."""
@@ -161,10 +164,10 @@ def attach(model: nn.Module, names: "tuple[str, ...]", settings: LoRASettings) -
             raise ValueError(f"{name}.weight has no TensorSpec, so its adapter cannot be described; add one to specs()")
         layer.__class__ = DoRALinear if settings.dora else LoRALinear
         layer.scaling, layer.dims = settings.scaling, spec.dims
-        layer.lora_a = _factor(layer.weight, settings.rank, layer.in_features)
-        layer.lora_b = _factor(layer.weight, layer.out_features, settings.rank)
+        layer.lora_a = factor(layer.weight, settings.rank, layer.in_features)
+        layer.lora_b = factor(layer.weight, layer.out_features, settings.rank)
         if settings.dora:
-            layer.lora_magnitude = _factor(layer.weight, layer.out_features)
+            layer.lora_magnitude = factor(layer.weight, layer.out_features)
 
 
 def _attach_to_experts(experts: Any, name: str, settings: LoRASettings) -> None:
@@ -173,12 +176,12 @@ def _attach_to_experts(experts: Any, name: str, settings: LoRASettings) -> None:
     experts.__class__ = LoRAExperts
     experts.scaling, experts.rank = settings.scaling, settings.rank
     experts.adapter = (*before, f"{name}_{FACTOR_A}", f"{name}_{FACTOR_B}")
-    setattr(experts, f"{name}_{FACTOR_A}", _factor(experts.up_proj, count, settings.rank, inputs))
-    setattr(experts, f"{name}_{FACTOR_B}", _factor(experts.up_proj, count, outputs, settings.rank))
+    setattr(experts, f"{name}_{FACTOR_A}", factor(experts.up_proj, count, settings.rank, inputs))
+    setattr(experts, f"{name}_{FACTOR_B}", factor(experts.up_proj, count, outputs, settings.rank))
 
 
-def _factor(like: Tensor, *shape: int) -> nn.Parameter:
-    """Returns a parameter of the dtype and device of `like`, filled with NaN until it is initialized."""
+def factor(like: Tensor, *shape: int) -> nn.Parameter:
+    """Returns a parameter of an adapter of the dtype and device of `like`, filled with NaN until it is initialized."""
     with torch.device(like.device):
         return nn.Parameter(unfilled(*shape).detach().to(like.dtype))
 

@@ -1,9 +1,10 @@
 """Low-rank adapters of a frozen base model, chosen by the table `[model.lora]`, and their format. Does not import torch."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 from annotated_types import Gt
@@ -11,8 +12,13 @@ from annotated_types import Gt
 from forge_core.component import FREE, IDENTITY, Component, Place
 from forge_core.errors import did_you_mean
 
-OF_EXPERTS = ".experts."
-"""Part of the names of matrices that stack experts."""
+ALL_LINEAR = "all-linear"
+"""Target that means every linear layer, as in the peft library."""
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the name of a matrix is that of a stack of experts."""
+    return name.rpartition(".")[0].endswith(".experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,9 @@ class LoRAConfig:
     """Scale of the adapter: s = alpha / rank."""
     targets: tuple[str, ...] = ("blocks.*",)
     """Patterns of the names of adapted matrices, such as "*.q_proj" or "blocks.3.mlp.*", in which `*` matches dots as well. Each
-    must match a linear layer or a stack of experts (`blocks.0.mlp.experts.up_proj`) in a block."""
+    must match a linear layer or a stack of experts (`blocks.0.mlp.experts.up_proj`) in a block. As in `target_modules` of the
+    peft library, a name without `*` is also the end of a name ("q_proj"), and "all-linear" is every linear layer. A class of
+    transformers has names of its own, such as "model.layers.3.mlp.up_proj", whose start `blocks.3.` replaces in a pattern."""
     rank_stabilized: bool = False
     """Whether s = alpha / sqrt(rank), which suits large ranks (rsLoRA, Kalajdzievski, 2023)."""
     dora: bool = False
@@ -50,23 +58,24 @@ class LoRAConfig:
         """The factor s of the adapter's output."""
         return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def matched(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `names`, the matrices of a model, that have an adapter, in their order.
+    def matched(self, names: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> tuple[str, ...]:
+        """Returns those of `names`, the matrices of a model, that have an adapter, in their order; `others` are further names of
+        some of them.
 
         Raises:
             ValueError: a pattern matches nothing, or DoRA would be applied to experts.
         """
         known = list(names)
         for pattern in self.targets:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            if not any(_matches(pattern, name, others) for name in known):
                 last = dict.fromkeys(name.rpartition(".")[2] for name in known)
                 near = did_you_mean(pattern, [*(f"*.{name}" for name in last), *known])
                 raise ValueError(
                     f"targets: {pattern!r} matches no matrix in the blocks of the model, whose matrices are "
                     f"{', '.join(f'*.{name}' for name in last)}" + (f"; {near}" if near else "")
                 )
-        found = tuple(name for name in known if any(fnmatchcase(name, pattern) for pattern in self.targets))
-        if self.dora and (experts := [name for name in found if OF_EXPERTS in name]):
+        found = tuple(name for name in known if any(_matches(pattern, name, others) for pattern in self.targets))
+        if self.dora and (experts := [name for name in found if is_stacked(name)]):
             raise ValueError(f"dora does not support experts, such as {experts[0]}; narrow targets, or set dora = false")
         return found
 
@@ -77,6 +86,12 @@ class LoRAConfig:
             ValueError: see `matched`.
         """
         self.matched(names)
+
+
+def _matches(pattern: str, name: str, others: Mapping[str, str]) -> bool:
+    if pattern == ALL_LINEAR:
+        return not is_stacked(name)
+    return any(fnmatchcase(one, pattern) or one.endswith(f".{pattern}") for one in (name, others.get(name, name)))
 
 
 @dataclass(frozen=True, kw_only=True)

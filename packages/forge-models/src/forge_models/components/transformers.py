@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from forge_core.component import FREE, IDENTITY, Component, Place
+from forge_core.features import Feature
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.config import Unsupported, read_config
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ class TransformersConfig(Component):
     """Keys that replace those of `config.json`, such as { num_hidden_layers = 4 }."""
     weights_from: Annotated[Literal["folder", "draw"], FREE] = "folder"
     """Where a new run's weights come from: those of the folder, or drawn from `job.seed` as the class initializes them."""
+
+    lora: Annotated[LoRAConfig | None, Feature("lora", unless=None, plane="model")] = None
+    """Low-rank adapters; all other parameters are then a frozen base. When absent, all parameters are trained."""
 
     @classmethod
     def described(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +106,13 @@ class TransformersConfig(Component):
             return None
         from forge_models.hf.causal_lm_weights import CausalLMFolder
 
-        return CausalLMFolder(Path(self.folder), self)
+        return CausalLMFolder(Path(self.folder), replace(self, lora=None))
 
     def reopened(self, path: Path) -> "causal_lm_weights.CausalLMFolder":
         """Returns the weights of a folder that was written for this model, under the names of its class."""
         from forge_models.hf.causal_lm_weights import CausalLMFolder
 
-        return CausalLMFolder(path, self)
+        return CausalLMFolder(path, replace(self, lora=None))
 
     def build(self) -> "causal_lm.CausalLM":
         """
@@ -121,7 +126,12 @@ class TransformersConfig(Component):
 
         found = record_of(self.model_type)
         packs = found is not None and found[1].get("packed") is True
-        return causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
+        model = causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
+        if self.lora is not None:
+            from forge_models.hf.causal_lm_lora import attach
+
+            attach(model, self.lora)
+        return model
 
 
 MISSING = "model.folder is missing: give a folder in the Hugging Face format, or model.config, the content of its config.json"

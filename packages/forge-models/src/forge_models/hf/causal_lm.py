@@ -36,6 +36,7 @@ from forge_models.hf.causal_lm_anatomy import (
     replaced,
     tied,
 )
+from forge_models.hf.causal_lm_lora import adapted_product, adapter_specs, adapter_widths
 from forge_models.hf.config import Unsupported
 from forge_models.torch_private import assert_async
 
@@ -109,7 +110,9 @@ def _feed_forward(experts: Any, tokens: Tensor, counts: Tensor) -> Tensor:
     """(n, embed) tokens sorted by expert, with `counts` of each -> (n, embed); rows beyond the counts are undefined."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     enter, leave = getattr(experts, name), experts.down_proj
-    product = grouped_products(tokens, counts, experts.num_experts, (*enter.shape[1:], *leave.shape[1:]))
+    product = grouped_products(
+        tokens, counts, experts.num_experts, (*enter.shape[1:], *leave.shape[1:], *adapter_widths(experts))
+    )
     normed = getattr(experts, "has_post_expert_norm", False)
     chosen = None
     if experts.has_bias or normed:  # a row of an expert adds to the gradients of vectors, and an undefined row must not
@@ -117,7 +120,8 @@ def _feed_forward(experts: Any, tokens: Tensor, counts: Tensor) -> Tensor:
         chosen = torch.searchsorted(ends, index, right=True)[:, None] == torch.arange(len(counts), device=tokens.device)
 
     def projected(rows: Tensor, weight: Tensor, name: str) -> Tensor:
-        rows = product(rows, weight.mT if experts.is_transposed else weight)
+        out = product(rows, weight.mT if experts.is_transposed else weight)
+        rows = adapted_product(experts, name, product, rows, out)
         if chosen is not None:
             rows = rows.where(chosen.any(1, keepdim=True), 0)
         # A product with rows of 0 and 1 has gradients that are sums in a fixed order, which those of an index are not on a GPU.
@@ -202,6 +206,7 @@ class CausalLM(nn.Module):
     Attributes:
         anatomy: paths of the parts.
         inits: initial values by name.
+        adapted: whether this is the frozen base of an adapter.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset()
@@ -217,7 +222,7 @@ class CausalLM(nn.Module):
         self.constants_on = torch.device("cpu")
         self.left_out: frozenset[str] = frozenset()
         self.chain: Chain | None = None
-        self.no_stages = ""
+        self.no_stages, self.adapted = "", False
         if anatomy.head:
             head: Any = self.get_submodule(anatomy.head)
             head.__class__ = Head
@@ -363,6 +368,8 @@ class CausalLM(nn.Module):
         tensors = {
             name: self._spec(name, tensor, name in stacked) for name, tensor in (*self.named_parameters(), *self.named_buffers())
         }
+        own = adapter_specs(self) if self.adapted else {}
+        tensors |= own
         modules = {
             anatomy.embed: ModuleSpec((("batch", "sequence"),), (STREAM,)),
             anatomy.head: ModuleSpec((STREAM,), (("batch", "sequence", "vocab"),)),
@@ -381,6 +388,7 @@ class CausalLM(nn.Module):
             tp_plan=self._tp_styles(),
             whole_rows=("its class of transformers attends over whole rows",),
             whole_stream=("its class of transformers computes on whole sequences",),
+            base=frozenset(tensors) - set(own) if self.adapted else frozenset(),
         )
 
     def _tp_styles(self) -> dict[str, str]:

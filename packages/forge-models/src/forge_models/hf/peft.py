@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,11 @@ from forge_core.registry import Registry
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.lora import LoRAConfig
+from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.config import CONFIG
-from forge_models.hf.families import FAMILIES
-from forge_models.hf.names import TensorPlace, places_in
+from forge_models.hf.peft_places import AdaptedModel, AdapterPlace, every_place, kind_of, places_of
 from forge_models.hf.reader import DTYPES
-from forge_models.hf.writer import chosen, write_json
+from forge_models.hf.writer import write_json
 from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ NAMES = {FACTOR_A: "lora_A.weight", FACTOR_B: "lora_B.weight", MAGNITUDE: "lora_
 """Our names of an adapter's parameters -> those of the peft library."""
 HASH = "base_sha256"
 """Key of the safetensors metadata with the hash of the base, which the peft library ignores."""
-ATTENTION = ".attention."
-"""Part of the names of the matrices of attention."""
 KNOWN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -64,66 +62,6 @@ KNOWN: Mapping[str, tuple[Any, ...]] = {
 """Keys of `adapter_config.json` that change what an adapter computes, with the values that Forge supports."""
 
 
-@dataclass(frozen=True)
-class AdapterPlace:
-    """Where the adapter of a matrix is in the format.
-
-    Attributes:
-        module: path of the base's module in the Hugging Face format.
-        part: number of the matrix among the `parts` that the module fuses.
-        first, rows: rows of the module's B, and of its magnitude, that belong to the matrix.
-        total: number of all rows.
-        order: row i of our B is row order[i] of the format's; empty = the same order.
-    """
-
-    module: str
-    part: int
-    parts: int
-    first: int
-    rows: int
-    total: int
-    order: tuple[int, ...] = ()
-
-
-def places_of(model: DecoderConfig, family: str) -> dict[str, AdapterPlace]:
-    """Returns {name of each adapted matrix: its place}.
-
-    Raises:
-        ForgeError: the format cannot express the adapter of a matrix.
-    """
-    lora = model.lora
-    assert lora is not None, "the caller has looked"
-    plain = replace(model, lora=None)
-    hidden, experts = plain.shape.matrices()
-    names = lora.matched([*hidden, *experts])
-    # In a model with experts, the peft library takes every feed-forward layer for one of the fused experts of transformers.
-    if plain.moe is not None and (others := [name for name in names if ATTENTION not in name]):
-        raise ForgeError(
-            f"the format 'peft' has no adapters of experts and of layers beside them, such as {others[0]}; write the merged "
-            "model instead: forge-train convert SOURCE TARGET --to hf"
-        )
-    places = places_in(FAMILIES[family], plain)
-    by_module: dict[str, list[str]] = {}
-    for name in hidden:
-        by_module.setdefault(places[f"{name}.weight"].names[0], []).append(name)
-    found = {}
-    for name in names:
-        place: TensorPlace = places[f"{name}.weight"]
-        if place.fused is not None and place.rows:
-            raise ForgeError(
-                f"{place.names[0]} has the rows of {name} between those of others, so the format 'peft' cannot hold its adapter; "
-                "write the merged model instead: forge-train convert SOURCE TARGET --to hf"
-            )
-        module, rows = place.names[0], place.shape[0]
-        first, total = (0, rows) if place.fused is None else place.fused[1:]
-        fused = by_module[module]
-        ordered = sorted(fused, key=lambda other: 0 if (at := places[f"{other}.weight"].fused) is None else at[1])
-        found[name] = AdapterPlace(
-            module.removesuffix(".weight"), ordered.index(name), len(fused), first, rows, total, tuple(place.rows)
-        )
-    return found
-
-
 class PeftAdapter:
     """`Weights` of the adapter in a folder of the peft library, by the names of the model's parameters; without the base.
 
@@ -136,20 +74,21 @@ class PeftAdapter:
         ForgeError: the folder is not an adapter, or one that Forge does not support.
     """
 
-    def __init__(self, folder: Path, model: DecoderConfig, family: str = "") -> None:
+    def __init__(self, folder: Path, model: AdaptedModel, family: str = "") -> None:
         from safetensors import SafetensorError, safe_open
 
         self.folder, values = folder, read_settings(folder)
         plain = replace(model, lora=None)
-        family = family if family in FAMILIES else chosen(plain, None).model_type
+        family = kind_of(plain, family)
         try:
             self._open = safe_open(str(folder / TENSORS), framework="pt")
         except (SafetensorError, OSError) as cause:
             raise ForgeError(f"{folder / TENSORS} cannot be read as safetensors: {cause}") from cause
         self._keys = set(self._open.keys())
         self.hash = (self._open.metadata() or {}).get(HASH)
-        everything = places_of(replace(plain, lora=LoRAConfig(targets=_dense(plain))), family)
-        self._places = {name: place for name, place in everything.items() if self._key(place, FACTOR_A) in self._keys}
+        self._places = {
+            name: place for name, place in every_place(plain, family).items() if self._key(place, FACTOR_A) in self._keys
+        }
         slots = (FACTOR_A, FACTOR_B, *((MAGNITUDE,) if values.get("use_dora") else ()))
         known = {self._key(place, slot) for place in self._places.values() for slot in slots}
         if lost := sorted(self._keys ^ known):
@@ -242,11 +181,6 @@ class PeftAdapter:
         return found[list(place.order)] if place.order else found.contiguous()
 
 
-def _dense(model: DecoderConfig) -> tuple[str, ...]:
-    """Returns the names of all matrices whose adapters the format can express."""
-    return tuple(name for name in model.shape.matrices()[0] if model.moe is None or ATTENTION in name)
-
-
 def _pattern(values: Mapping[str, Any], key: str, module: str) -> float | None:
     patterns = values.get(key) or {}
     return next((float(value) for name, value in patterns.items() if module == name or module.endswith(f".{name}")), None)
@@ -279,20 +213,28 @@ class PeftConverter:
     def __init__(self, base: str | None = None, family: str | None = None) -> None:
         self.base, self.family = base, family
 
-    def read(self, path: Path) -> AdaptedWeights:
+    def read(self, path: Path, model: AdaptedModel | None = None) -> AdaptedWeights:
         """Opens an adapter and its base.
+
+        Args:
+            path: folder of the adapter.
+            model: model of the base, if it is a class of transformers that the base is to be opened with; by default the base is
+                opened as every folder in the Hugging Face format.
 
         Raises:
             ForgeError: one of them is missing or not supported, or the adapter is one of another base.
         """
         folder = self._base_of(path, read_settings(path))
-        base = Registry().load("forge.converters", "hf")().build().read(folder)
-        if type(base.model) is not DecoderConfig:
+        if isinstance(model, TransformersConfig):
+            base: Any = model.reopened(folder)
+        else:
+            base = Registry().load("forge.converters", "hf")().build().read(folder)
+        if type(base.model) not in (DecoderConfig, TransformersConfig):
             raise ForgeError(
                 f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders"
             )
         adapter = PeftAdapter(path, base.model, base.facts.family)
-        weights = AdaptedWeights(base, adapter, adapter.model)  # type: ignore[arg-type]  # a decoder, as its base
+        weights = AdaptedWeights(base, adapter, adapter.model)
         if adapter.hash is not None:
             identity = {"sha256": adapter.hash, "origin": "its base"}
             check_hash(identity, hash_of(base, names_of(adapter.model, base)), str(path), str(folder))
@@ -315,9 +257,7 @@ class PeftConverter:
                 f"the base {weights.base.facts.origin} is not a folder in the Hugging Face format, which the peft library opens; "
                 "convert it with --to hf, and name that folder with --base"
             )
-        family = self.family or weights.facts.family
-        family = family if family in FAMILIES else chosen(replace(model, lora=None), self.family).model_type
-        places = places_of(model, family)
+        places = places_of(model, kind_of(replace(model, lora=None), self.family or weights.facts.family, self.family))
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         partial.mkdir(parents=True)
         try:

@@ -116,6 +116,8 @@ def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[...,
     weight, bias = (part._parameters.get(slot) for slot in ("weight", "bias"))
     known: Callable[..., Tensor] = partial(F.linear, weight=weight, bias=bias)  # type: ignore[arg-type]
     what = "multiplies by its weight and adds its bias"
+    if len(factors := _factors(part)) == 2:
+        known = partial(_with_adapter, weight=weight, bias=bias, factors=factors, scaling=part.scaling)
     if role is Role.TABLE:
         what, known = "looks up its weight", partial(F.embedding, weight=weight, padding_idx=part.padding_idx)  # type: ignore[arg-type]
     if replaced:
@@ -129,6 +131,32 @@ def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[...,
         f"tensor: the plan splits {path} ({type(part).__name__}) as a layer that {what}, but it computes something else: {why}; "
         "remove it from the plan, or move the extra computation into a module around it"
     )
+
+
+def _factors(part: nn.Module) -> list[Tensor]:
+    """Returns the factors of a low-rank adapter, first that of the inputs; empty without an adapter."""
+    follows: Mapping[str, int] = getattr(part, "follows", {})
+    own = {dim: p for slot, dim in reversed(follows.items()) if (p := part._parameters.get(slot)) is not None}
+    return [own[dim] for dim in (1, 0) if dim in own]
+
+
+def _with_adapter(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], scaling: float) -> Tensor:
+    """Returns the output of a linear layer with a low-rank adapter."""
+    first, second = factors
+    return F.linear(x, weight, bias) + scaling * F.linear(F.linear(x, first), second)
+
+
+def followers(module: nn.Module, rules: Rules) -> frozenset[str]:
+    """Returns the names of parameters of split layers that are whole, such as one factor of an adapter: their gradients are
+    partial on each rank. Such a layer has an attribute `follows`: parameter -> the dimension of the weight along which it is
+    split if the weight is."""
+    names = {
+        f"{path}.{slot}"
+        for path, role in rules.roles.items()
+        if role in CUT
+        for slot in getattr(module.get_submodule(path), "follows", ())
+    }
+    return frozenset(name for name in names if name in rules.cut and rules.cut[name] is None)
 
 
 def _operators(part: nn.Module, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
@@ -213,8 +241,11 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
     for path, role in roles.items():
         if role not in CUT:
             continue
-        for slot, parameter in module.get_submodule(path).named_parameters(recurse=False):
+        part: Any = module.get_submodule(path)
+        for slot, parameter in part.named_parameters(recurse=False):
             dim = None if role in (Role.ROW, Role.WHOLE_ROW) and slot == "bias" else CUT[role]
+            if getattr(part, "follows", {}).get(slot, dim) != dim:  # such as a factor of an adapter
+                dim = None
             name = ties[id(parameter)]
             _agree(name, cut, dim, roles, path)
             cut[name] = dim

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forge_core.specs import Specs
-from forge_parallel.foreign.description import rules_of
+from forge_parallel.foreign.description import followers, rules_of
 from forge_parallel.foreign.tensor_trace import follow
 from forge_parallel.transforms.tensor.rules import Role, Rules, tensor_parallel_rules
 
@@ -30,7 +30,7 @@ def planned_rules(part: nn.Module, specs: Specs, whole: Specs, tp: int) -> Rules
     layers = rules_of(part, specs.tp_plan or {})
     first = bool(specs.entry) or not whole.entry  # a class that no pipeline splits names no entry
     x = torch.zeros(2, LENGTH, dtype=torch.int64) if first else torch.zeros(2, LENGTH, specs.units["embed"])
-    partial = follow(part, layers, {"x": x}, tp) | layers.summed
+    partial = follow(part, layers, {"x": x}, tp) | layers.summed | followers(part, layers)
     vocabulary = {path: role for path, role in ends.roles.items() if role in (Role.TABLE, Role.HEAD)}
     cut = {name: dim for name, dim in ends.cut.items() if name.rpartition(".")[0] in vocabulary}
     return replace(
