@@ -287,3 +287,14 @@ def test_a_run_without_a_base_and_dora_under_tp_are_refused(folders: Any, tmp_pa
         prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--model.weights_from=draw"])
     with pytest.raises(ForgeError, match="two bases"):
         prepared(recipe, [f"--job.dir={tmp_path / 'run'}", f"--start.weights={folders('llama')}"])
+
+
+def test_a_head_with_a_bias_is_no_layer_of_all_linear() -> None:
+    """Forge computes whole logits of GPT-J, whose head stays one of torch's layers."""
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+    config = json.dumps({"model_type": "gptj", **sizes, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0})
+    lora = LoRAConfig(targets=("all-linear",))
+    settings = {"summary_first_dropout": 0.0}
+    model = TransformersConfig(config=json.dumps(json.loads(config) | settings), folder="base", lora=lora).build()
+    layers = {name.split(".")[-2] for name, _ in model.named_parameters() if "lora_" in name}
+    assert layers == {"q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"}

@@ -65,7 +65,8 @@ def linear_layers(model: Any) -> list[str]:
     Raises:
         Unsupported: the forward fails with numbers in place of its weights.
     """
-    layers = {path: part for path, part in model.named_modules() if type(part) is nn.Linear}
+    head = model.get_output_embeddings()
+    layers = {path: part for path, part in model.named_modules() if type(part) is nn.Linear and part is not head}
     called: set[str] = set()
 
     def stand_in(path: str, outputs: int) -> Any:
@@ -103,7 +104,8 @@ def _zeros(model: nn.Module) -> Iterator[None]:
     """Context in which all parameters and buffers on the meta device are zeros on the CPU that take no memory."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
     for part in model.modules():
-        for held in (part._parameters, part._buffers):
+        both: tuple[dict[str, Any], dict[str, Any]] = (part._parameters, part._buffers)
+        for held in both:
             for slot, tensor in held.items():
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     kept.append((held, slot, tensor))

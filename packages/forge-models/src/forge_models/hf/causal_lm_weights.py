@@ -1,8 +1,9 @@
 """Reads and writes the weights of a class of transformers, under the names that its folders have.
 
 Most tensors of a folder have the name that the module has. transformers converts the others when it loads a folder: it renames
-them, stacks the matrices of experts, or splits fused ones. `CausalLMFolder` uses the same conversions, tensor by tensor, and
-reads only the box that a rank holds where a tensor is only renamed. `FolderTensors` converts back.
+them, stacks the matrices of experts, or splits fused ones. `CausalLMFolder` uses the same conversions, tensor by tensor. It
+reads only the box that a rank holds where a tensor is only renamed, and of a stack only the entries in the box. `FolderTensors`
+converts back.
 """
 
 import re
@@ -49,6 +50,36 @@ class Conversion:
         made = converter.convert(self.name, model=module, config=module.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def entries(self, first: int, count: int) -> "Conversion":
+        """Returns the conversion of `count` entries of a stack, from `first` on."""
+        chosen = [each[first : first + count] for each in self._by_pattern().values()]
+        return Conversion(tuple(source for sources in chosen for source in sources), self.converter, self.name)
+
+    def is_stack(self, length: int, module: Any) -> bool:
+        """Whether entry i of the `length` entries of the result is made of the i-th tensor of each pattern and of no other, as in
+        a stack of experts. Small tensors of equal numbers show it."""
+        if self.converter is None or any(len(sources) != length for sources in self._by_pattern().values()):
+            return False
+        marked = {
+            stored: torch.full((4, 4), float(index))
+            for sources in self._by_pattern().values()
+            for index, (stored, _) in enumerate(sources)
+        }
+        try:
+            made = self.convert(marked, module)
+        except Exception:  # noqa: BLE001  # the code of any class, which may need the real sizes
+            return False
+        found = made.get(self.name)
+        if found is None or len(made) != 1 or len(found) != length:
+            return False
+        return all(bool((found[index] == index).all()) for index in range(length))
+
+    def _by_pattern(self) -> dict[str, list[tuple[str, str]]]:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for source in self.sources:
+            found.setdefault(source[1], []).append(source)
+        return found
+
 
 class CausalLMFolder(CheckpointTensors):
     """`Weights` of a folder with a class of transformers."""
@@ -68,6 +99,7 @@ class CausalLMFolder(CheckpointTensors):
         ties = tied(self.module)
         faults = [f"{name}: unexpected for {type(self.module).__name__}" for name in left if name not in ties]
         self._made: dict[str, Conversion] = {}
+        self._stacks: dict[str, bool] = {}
         tensors: dict[str, StoredTensor] = {}
         for conversion in conversions:
             entries = {stored: self._stored(stored) for stored, _ in conversion.sources}
@@ -112,12 +144,22 @@ class CausalLMFolder(CheckpointTensors):
         return found
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
-        """Returns the box of one tensor that begins at `offset`. A tensor that is converted is read whole."""
+        """Returns the box of one tensor that begins at `offset`. Of a stack, only the entries of the box are read; another tensor
+        that is converted is read whole."""
         box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
         conversion = self._made[name]
+        if box and extent[0] and self._is_stack(name):
+            some = conversion.entries(offset[0], extent[0])
+            made = some.convert({stored: self.whole(stored) for stored, _ in some.sources}, self.module)
+            return made[name][(slice(None), *box[1:])]
         if conversion.converter is not None or not box:
             return self.read([name])[name][box]
         return self._slice(conversion.sources[0][0])[box]
+
+    def _is_stack(self, name: str) -> bool:
+        if name not in self._stacks:
+            self._stacks[name] = self._made[name].is_stack(self.tensors[name].shape[0], self.module)
+        return self._stacks[name]
 
 
 def _wanted(module: Any) -> dict[str, tuple[int, ...]]:

@@ -116,8 +116,9 @@ def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[...,
     weight, bias = (part._parameters.get(slot) for slot in ("weight", "bias"))
     known: Callable[..., Tensor] = partial(F.linear, weight=weight, bias=bias)  # type: ignore[arg-type]
     what = "multiplies by its weight and adds its bias"
-    if len(factors := _factors(part)) == 2:
-        known = partial(_with_adapter, weight=weight, bias=bias, factors=factors, scaling=part.scaling)
+    if weight is not None and len(factors := _factors(part)) == 2:
+        scaling: Any = part.scaling
+        known = partial(_with_adapter, weight=weight, bias=bias, factors=factors, scaling=scaling)
     if role is Role.TABLE:
         what, known = "looks up its weight", partial(F.embedding, weight=weight, padding_idx=part.padding_idx)  # type: ignore[arg-type]
     if replaced:
@@ -136,7 +137,7 @@ def must_be_known(path: str, part: nn.Module, role: Role, forward: Callable[...,
 def _factors(part: nn.Module) -> list[Tensor]:
     """Returns the factors of a low-rank adapter, first that of the inputs; empty without an adapter."""
     follows: Mapping[str, int] = getattr(part, "follows", {})
-    own = {dim: p for slot, dim in reversed(follows.items()) if (p := part._parameters.get(slot)) is not None}
+    own = {dim: p for slot, dim in reversed(list(follows.items())) if (p := part._parameters.get(slot)) is not None}
     return [own[dim] for dim in (1, 0) if dim in own]
 
 
