@@ -333,3 +333,10 @@ def test_moma_without_experts_has_the_default_ones() -> None:
 def test_options_of_attention_without_weights_for_each_modality_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=rf"set model\.attention\.{option} = false"):
         replace(MODELS["mot"], attention=GQA(**{option: True})).build()
+
+
+def test_blocks_of_text_that_fusions_do_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"set model\.parallel_residual = false"):
+        replace(MODELS["mot"], parallel_residual=True).build()
+    with pytest.raises(ValueError, match=r"set model\.moe\.shared_gate = false"):
+        replace(MODELS["moma-token"], moe=replace(EXPERTS, shared=1, shared_gate=True)).build()

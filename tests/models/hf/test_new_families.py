@@ -1,17 +1,20 @@
 """Families that came after the first: folders both ways, every tensor bit by bit, logits against transformers in fp64."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge_core.errors import ConfigError
+from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
+from forge_models.hf.peft import places_of
 from forge_models.hf.reader import Folder
 from forge_models.shape import Rope
 from models.hf.published import folder_of, reference, spread
@@ -131,3 +134,21 @@ def test_boxes_of_alternating_and_turned_matrices_equal_the_whole(tmp_path: Path
         assert torch.equal(folder.box(name, offset, extent), whole[box]), part
         assert folder.box(name, offset, (0, *extent[1:])).shape == (0, *extent[1:])
         assert folder.box(name, offset, (3, 0, *extent[2:])).shape == (3, 0, *extent[2:])
+
+
+def test_gpt_oss_without_a_table_of_angles_has_those_of_the_reference() -> None:
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_local_experts": 8, "vocab_size": 97}
+    written = json.loads(AutoConfig.for_model("gpt_oss", **sizes).to_json_string())
+    family, table = FAMILIES["gpt_oss"], written.pop("rope_parameters")
+    without = decoder_of(family, written, "here")
+    assert table["factor"] == 32.0
+    assert without.rope == decoder_of(family, written | {"rope_parameters": table}, "here").rope
+
+
+def test_adapters_between_the_rows_of_others_are_refused() -> None:
+    """Of gpt_neox: the matrix of a checkpoint has q, k and v of each head in turn."""
+    model = DecoderConfig(dim=64, layers=1, heads=4, vocab_size=97, lora=LoRAConfig(rank=2, targets=("*.q_proj",)))
+    with pytest.raises(ForgeError, match=r"query_key_value\.weight has the rows of .*q_proj between those of others"):
+        places_of(model, "gpt_neox")

@@ -102,3 +102,8 @@ def test_only_dense_models_are_taken(make):
     with pytest.raises(ForgeError, match="is not a dense decoder"):
         Upcycled(Held(make(moe=MoEConfig()), moe=MoEConfig()), MoEConfig())
     assert DecoderConfig().moe is None
+
+
+def test_biases_of_the_dense_model_are_refused(make):
+    with pytest.raises(ForgeError, match="have biases"):
+        Upcycled(Held(make(mlp=GELU(bias=True)), mlp=GELU(bias=True)), MoEConfig(experts=4))

@@ -244,3 +244,14 @@ def test_generation_works_on_cut_matrices(world: World, variant: str) -> None:
     for tokens, found in world.run(_generated, 2, "tp2", variant):
         assert tokens == expected
         assert found == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_number_of_each_head_is_cut_with_the_projections_that_make_heads() -> None:
+    specs = Blueprint.of(replace(DECODER, attention=GQA(sinks=True)).build).specs
+    rules = tensor_parallel_rules(specs, 2, True)
+    assert rules.cut["blocks.0.attention.sinks"] == 0
+    assert rules.roles["blocks.0.attention"] is Role.REGION
+    assert "blocks.0.attention.sinks" not in rules.partial
+    alone = {name: spec for name, spec in specs.tensors.items() if "_proj" not in name}
+    with pytest.raises(PlanError, match=r"blocks\.0\.attention has a parameter of each head, but no projection"):
+        tensor_parallel_rules(replace(specs, tensors=alone), 2, True)

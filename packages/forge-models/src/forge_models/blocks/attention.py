@@ -253,7 +253,8 @@ def flex(
         from torch.nn.attention.flex_attention import AuxRequest
 
         out, aux = run(q, k, v, **options, return_aux=AuxRequest(lse=True))
-        out = (out * (aux.lse - sinks.to(aux.lse.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)).to(q.dtype)
+        sums: Any = aux.lse
+        out = (out * (sums - sinks.to(sums.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)).to(q.dtype)
     return out if out.shape[-1] == width else out[..., :width]
 
 

@@ -40,7 +40,8 @@ class Experts(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.context, self.activation, self.kernel = context, activation, kernel
+        self.context, self.activation = context, activation
+        self.kernel: ExpertKernel = kernel
         self.gate_proj = unfilled(num_experts, context.ffn_dim, context.dim) if gated else None
         self.up_proj = unfilled(num_experts, context.ffn_dim, context.dim)
         self.down_proj = unfilled(num_experts, context.dim, context.ffn_dim)
