@@ -255,7 +255,7 @@ class UntiedAttention(Attention):
                     f"attention with {option} cannot have weights for each modality; set model.attention.{option} = false, or "
                     "model.fusion.name = 'joint_decoder'"
                 )
-        for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "rotates", "scale"):
+        for name in ("context", "qk_norm", "output_gate", "sinks", "soft_cap", "core", "window", "rotary", "rotates", "scale"):
             setattr(self, name, getattr(first, name))
         for part in (*MATRICES, "q_norm", "k_norm"):
             parts = {name: getattr(copy, part) for name, copy in copies.items()}
