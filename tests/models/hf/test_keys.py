@@ -12,7 +12,11 @@ from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of, meaning_of
 from models.hf.zoo import CASES, SIZES
 
-SMALL = {"deepseek_v3": {"num_key_value_heads": 4}, "stablelm": {"hidden_size": 64}}
+SMALL = {
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "gpt_neox": {"hidden_size": 64, "num_key_value_heads": 4},
+    "stablelm": {"hidden_size": 64},
+}
 
 
 def small(family: Family) -> dict[str, Any]:
