@@ -24,6 +24,8 @@ def fill(model: torch.nn.Module, specs: Specs, seed: int) -> None:
             match spec.init.kind:
                 case "normal":
                     parameters[name].normal_(0.0, spec.init.std, generator=generator)
+                case "uniform" | "log" | "softplus":
+                    parameters[name].copy_(spec.init.of(2 * torch.rand(parameters[name].shape, generator=generator) - 1))
                 case "ones":
                     parameters[name].fill_(1.0)
                 case "zeros":

@@ -6,6 +6,7 @@ from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
+from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.shape import Losses, Rope
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
@@ -13,8 +14,8 @@ SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "voc
 
 LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12}
 
-SMALL: dict[tuple[str, str], dict[str, Any]] = {("attention", "mla"): LATENT}
-"""Fields of components whose defaults are large."""
+SMALL: dict[tuple[str, str], dict[str, Any]] = {("attention", "mla"): LATENT, ("attention", "hybrid"): {"full_every": 2}}
+"""Fields of components whose defaults are large, or are for more layers."""
 
 
 def registered() -> dict[str, dict[str, Any]]:
@@ -99,6 +100,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
+    "shared_key_heads": {
+        "attention": Hybrid(
+            recurrent=GDN(key_heads=3, value_heads=6, key_dim=7, value_dim=9, conv_width=3, negative_eigenvalues=True),
+            full_every=2,
+            recurrent_norm_placement="sandwich",
+        ),
+        "norm_placement": "post",
+    },
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
 }
 

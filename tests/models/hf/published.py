@@ -32,6 +32,11 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "experts_per_token": 2,
     "moe_intermediate_size": 20,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
     "shared_expert_intermediate_size": 40,
     "first_k_dense_replace": 1,
     "q_lora_rank": 12,
@@ -62,6 +67,7 @@ def tiny(values: dict[str, Any]) -> dict[str, Any]:
         small[listed] = values[listed][-3:]
     if {"partial_rotary_factor", "rotary_pct"} & set(small):
         small["hidden_size"] = 64
+        small |= {"head_dim": 16} if "head_dim" in small else {}
     return small
 
 

@@ -77,6 +77,18 @@ GPT_OSS: dict[str, Any] = {
 NEOX: dict[str, Any] = {"hidden_size": 64, "num_key_value_heads": 4}
 """Heads of 16, of which at least four dimensions rotate."""
 
+QWEN3_NEXT: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -131,6 +143,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GPT_OSS
         | {"attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.1, "head_dim": 12}
         | {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "qwen3_next": ("qwen3_next", QWEN3_NEXT),
+    "qwen3_next-listed-biases-tied": (
+        "qwen3_next",
+        QWEN3_NEXT
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"], "attention_bias": True}
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
+        | {"decoder_sparse_step": 2, "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5}},
     ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (

@@ -28,8 +28,8 @@ and the filters of convolutions."""
 
 @dataclass(frozen=True)
 class Init:
-    """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`, or with `low` and `high`: `log`,
-    the logarithm of a uniform value between them, or `softplus`, the x whose ln(1 + e^x) is log-uniform between them."""
+    """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`; or between `low` and `high`:
+    `log`, the logarithm of a uniform value, or `softplus`, the x whose ln(1 + e^x) is log-uniform."""
 
     kind: Literal["normal", "uniform", "zeros", "ones", "log", "softplus"]
     std: float = 0.0

@@ -200,6 +200,8 @@ _ROUTED = "TransformerLens keeps the probabilities of all experts before the cho
 _BEFORE = "TransformerLens has the value behind the norm only, here `added`"
 _SHARED = "TransformerLens has no shared experts"
 
+_NO_STATES = "TransformerLens has no recurrent layers"
+
 INSIDE = {
     "residual": Known("the stream that enters the block", STREAM, "hook_resid_pre"),
     "attention.q_projected": Known("queries before norm and rotation", HEADS, "attn.hook_q"),
@@ -211,6 +213,10 @@ INSIDE = {
     "attention.q": Known("queries behind norm and rotation", HEADS, "attn.hook_rot_q"),
     "attention.k": Known("keys behind norm and rotation", KV_HEADS, "attn.hook_rot_k"),
     "attention.gate": Known("sigmoid of the gate on each head's output", HEADS, why="TransformerLens has no such gate"),
+    "attention.beta": Known("step sizes of a recurrent layer", ("batch", "sequence", "state_heads"), why=_NO_STATES),
+    "attention.log_decay": Known(
+        "logarithms of the decay of a recurrent layer's states", ("batch", "sequence", "state_heads"), why=_NO_STATES
+    ),
     "attention.heads": Known("output of each head, before the output projection", HEADS, "attn.hook_z"),
     "attention.output": Known("output of the attention, before a norm behind it", STREAM, why=_BEFORE),
     "attention.added": Known("what the attention adds to the stream", STREAM, "hook_attn_out"),

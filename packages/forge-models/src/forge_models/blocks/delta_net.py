@@ -152,11 +152,15 @@ def tap_heads(name: str, x: Tensor) -> Tensor:
 
 
 class HeadFilter(nn.Module):
-    """Filters (channels, width) of the convolution of queries, keys or values."""
+    """Filters (channels, width) of the convolution of queries, keys or values. The core, which has whole rows, applies them."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = unfilled(channels, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, channels) -> the same, and its filters (channels, width)."""
+        return x, self.weight
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the spec of the filters: uniform with a bound of 1 / sqrt(width), as torch initializes convolutions."""
@@ -235,11 +239,12 @@ class GatedDeltaNet(nn.Module):
         """(B, T, dim) -> (B, T, dim). `attention_mask` is what the core prepared for this batch; `rotation` is not used."""
         del rotation
         # The number of heads is inferred, because a strategy may have split the projections.
-        q, k = (made.unflatten(-1, (-1, self.key_dim)) for made in (self.q_proj(x), self.k_proj(x)))
-        v = self.v_proj(x).unflatten(-1, (-1, self.value_dim))
+        widths = self.key_dim, self.key_dim, self.value_dim
+        made = self.q_conv(self.q_proj(x)), self.k_conv(self.k_proj(x)), self.v_conv(self.v_proj(x))
+        q, k, v = (stream.unflatten(-1, (-1, width)) for (stream, _), width in zip(made, widths, strict=True))
         beta = tap("attention.beta", _widened(self.b_proj(x)).sigmoid() * (2.0 if self.negative_eigenvalues else 1.0))
         g = tap("attention.log_decay", self.decay(self.a_proj(x)))
-        filters = self.q_conv.weight, self.k_conv.weight, self.v_conv.weight
+        filters = made[0][1], made[1][1], made[2][1]
         out = self.core.recur((q, k, v), filters, g, beta, attention_mask, cache)
         gate = F.silu(self.z_proj(x)).unflatten(-1, (-1, self.value_dim))
         return self.o_proj(tap_heads("attention.heads", self.norm(out) * gate).flatten(2))

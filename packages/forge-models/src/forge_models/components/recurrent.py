@@ -1,6 +1,6 @@
 """Recurrent layers and their mixture with attention, chosen in `[model]`: `attention = { name = "hybrid", full_every = 4 }`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -51,6 +51,12 @@ class GDN(Component):
         """Returns key heads, value heads, and their widths."""
         key_heads, key_dim = self.key_heads or context.heads, self.key_dim or context.head_dim
         return key_heads, self.value_heads or key_heads, key_dim, self.value_dim or key_dim
+
+    def resolved(self, context: BlockContext) -> "GDN":
+        """Returns the component with every default of a model resolved."""
+        key_heads, value_heads, key_dim, value_dim = self.heads(context)
+        sizes: dict[str, Any] = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
+        return replace(self, **sizes, norm_eps=self.norm_eps or getattr(context.norm, "eps", 1e-6))
 
     def check(self, context: BlockContext) -> None:
         """Checks the settings against the sizes of the model.
@@ -133,8 +139,9 @@ class Hybrid(Component):
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Hybrid]":
-        """Returns examples with each way to choose layers."""
-        return (cls(full_every=2), cls(kinds=("full", "recurrent", "recurrent", "full"), full=GQA(qk_norm="head")))
+        """Returns examples with equal and with different placements of norms."""
+        other = cls(full_every=2, full=GQA(qk_norm="head"), recurrent=GDN(conv_width=2), recurrent_norm_placement="sandwich")
+        return (cls(full_every=2), other)
 
     def is_full(self, layer: int) -> bool:
         """Whether layer `layer` has full attention."""

@@ -10,6 +10,7 @@ from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
+from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
 from forge_models.hf.rope import meaning, read_rope, write_rope
@@ -29,7 +30,9 @@ class Family(ABC):
         joint: matrix of a checkpoint that has q, k and v of each head in turn; None: there is none.
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         experts: names of experts; None: the family has none.
+        recurrent: name of the recurrent layers in a layer; None: the family has none.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
+        mtp_modules: beginnings of the names of tensors of MTP modules beside the layers, which are not read.
         scales_inputs: whether the reference multiplies all inputs by `embed_multiplier`, features of images included.
     """
 
@@ -51,7 +54,9 @@ class Family(ABC):
     joint: ClassVar[str | None] = None
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     experts: ClassVar[ExpertNames | None] = None
+    recurrent: ClassVar[str | None] = None
     mtp_layers: ClassVar[str | None] = None
+    mtp_modules: ClassVar[tuple[str, ...]] = ()
     scales_inputs: ClassVar[bool] = False
 
     @abstractmethod
@@ -101,11 +106,20 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         result["max_length"] = decoder.max_length
     result |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
     attention = decoder.shape.attention
+    rotates_at: Any = getattr(attention, "rotates_at", None)
+    if isinstance(attention, Hybrid):
+        result["attention.full"] = tuple(attention.is_full(layer) for layer in range(decoder.layers))
+        placements = tuple(decoder.shape.norm_placement_at(layer) for layer in range(decoder.layers))
+        recurrent = attention.recurrent
+        if isinstance(recurrent, GDN):
+            recurrent = recurrent.resolved(decoder.shape.context(0))
+        result |= {"norm_placement": placements, "attention.recurrent": recurrent}
+        attention = attention.full
     if isinstance(attention, GQA):
         scale = attention.scale or decoder.shape.head_dim**-0.5
         result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
         result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
-        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
+        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not rotates_at(layer))
         layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
         attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from forge_core.component import Component
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.hf.family import Family
 from forge_models.hf.layers import LATENT_NAMES, ExpertNames, latent_rows
+from forge_models.hf.recurrent import fused_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,6 +176,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         return TensorPlace(shape, (f"{prefix}.{theirs}",))
     rows: tuple[int, ...] = ()
     attention = decoder.shape.attention
+    if part == "attention" and isinstance(attention, Hybrid) and not attention.is_full(int(layer)):
+        return _recurrent(family, decoder, attention.recurrent, f"{prefix}.{family.recurrent}", rest, shape)
     inner, _, end = rest.partition(".")
     if family.joint is not None and part == "attention" and inner in JOINT:
         rows = _of_each_head(decoder, JOINT.index(inner))
@@ -205,6 +209,15 @@ def _interleaved(path: str, shape: tuple[int, ...]) -> TensorPlace:
     return TensorPlace(shape, (f"{prefix}.gate_up_proj{end}",), fused=fused, step=2, turned=turned)
 
 
+def _recurrent(family: Family, decoder: DecoderConfig, part: Any, prefix: str, name: str, shape: tuple[int, ...]) -> TensorPlace:
+    found = fused_places(part, decoder)(name) if family.recurrent is not None and isinstance(part, GDN) else None
+    if found is None:
+        raise KeyError(name)
+    theirs, rows, count, rest = found
+    reshaped = (count, *rest) if rest and rest != shape[1:] else ()
+    return TensorPlace(shape, (f"{prefix}.{theirs}",), rows=rows, fused=(0, 0, count) if rows else None, reshaped=reshaped)
+
+
 def _fused(family: Family, places: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
     """Returns the places of projections that the family fuses into one matrix, from their places as separate matrices."""
     found = {}
@@ -224,4 +237,6 @@ def mtp_layers(family: Family, decoder: DecoderConfig, values: Mapping[str, obje
     """Returns the name prefixes of the MTP layers after the last layer, which are not read."""
     count = values.get(family.mtp_layers, 0) if family.mtp_layers is not None else 0
     first = decoder.layers
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + (count if isinstance(count, int) else 0)))
+    return family.mtp_modules + tuple(
+        f"model.layers.{layer}." for layer in range(first, first + (count if isinstance(count, int) else 0))
+    )

@@ -153,7 +153,7 @@ def _theirs(places: Mapping[str, TensorPlace], read: "Mapping[str, Tensor]") -> 
                 f"{place.names[0]} is fused from tensors of {whole.dtype} and {read[ours].dtype}; convert them to one dtype"
             )
         if place.rows:
-            whole[list(place.rows)] = read[ours]
+            whole[list(place.rows)] = read[ours].reshape(-1, *place.theirs[1:])
         else:
             place.part(whole).copy_(read[ours])
     return joined

@@ -93,7 +93,7 @@ def _attended(
         if name.startswith(tuple(f"{path}." for path in specs.blocks)) and len(spec.dims) == 2:
             widths[spec.dims] += times(name) * model.shapes[name][spec.dims[0] == "embed"] if name in model.shapes else 0
     queries, outputs, pairs = (widths[dims] for dims in (("heads", "embed"), ("embed", "heads"), ("kv_heads", "embed")))
-    if again or not (queries and outputs and pairs):
+    if again or "state_heads" in specs.units or not (queries and outputs and pairs):  # no closed form with recurrent layers
         return
     heads, kv_heads = specs.units["heads"], specs.units["kv_heads"]
     held = ceil(kv_heads / layout.tp)  # key-value heads of a tp rank
@@ -127,7 +127,8 @@ def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, toke
     again = any(isinstance(transform, Recompute) and transform.policy == "full" for transform in model.plan.transforms)
     if size == 1 or not split.sequence_parallel or again:
         return
-    pairs = sum(times(name) for name, spec in model.specs.tensors.items() if spec.dims in (("embed", "heads"), ("embed", "ffn")))
+    last = (("embed", "heads"), ("embed", "state_heads"), ("embed", "ffn"))
+    pairs = sum(times(name) for name, spec in model.specs.tensors.items() if spec.dims in last)
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize
     numbers = 3 * tokens * torch.promote_types(model.compute, torch.float32).itemsize
     scored = 1 + model.specs.mtp_depth  # number of tokens for which the head computes a loss

@@ -1,10 +1,12 @@
-"""Qwen2 and 2.5 (Yang et al., 2024), Qwen3 and Qwen3 with experts (Yang et al., 2025)."""
+"""Qwen2 and 2.5 (Yang et al., 2024), Qwen3 and Qwen3 with experts (Yang et al., 2025), and Qwen3-Next (2025)."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
+from forge_models.components.recurrent import Hybrid
 from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 from forge_models.hf.layers import (
@@ -20,6 +22,8 @@ from forge_models.hf.layers import (
     write_losses,
     write_window,
 )
+from forge_models.hf.recurrent import read_delta_net, read_kinds, write_kinds
+from forge_models.hf.rope import PARTIAL
 
 
 class Qwen2(Family):
@@ -199,6 +203,73 @@ class Qwen2Moe(Family):
         written = write_base(self, decoder) | write_local_layers(decoder)
         written |= {"qkv_bias": getattr(decoder.shape.attention, "qkv_bias", False), "max_window_layers": decoder.layers}
         written["use_sliding_window"] = written["sliding_window"] is not None
+        if (moe := decoder.shape.moe) is None:
+            return written
+        written |= write_experts(moe, "num_experts") | write_losses(moe) | {"moe_intermediate_size": moe.ffn_dim}
+        written |= {SHARED: moe.shared * moe.ffn_dim, "norm_topk_prob": normalized(moe)}
+        return written | {"decoder_sparse_step": moe.every, "mlp_only_layers": list(range(moe.first_dense))}
+
+
+class Qwen3Next(Family):
+    """Gated DeltaNet in three of four layers; attention with a gate on its output, norms with weights 1 + w (Qwen, 2025).
+
+    Its MTP modules do not affect logits and are not read.
+    """
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 512,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        SHARED: 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    ignores: ClassVar = {"use_sliding_window": (None, False)}
+    experts: ClassVar = Qwen2Moe.experts
+    recurrent: ClassVar = "linear_attn"
+    mtp_modules: ClassVar = ("mtp.",)
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys, partial=0.25) | read_heads(keys)
+        fields["norm"] = replace(fields["norm"], offset=1)
+        width = keys.integer("moe_intermediate_size")
+        moe = keys.make(
+            MoEConfig,
+            **read_experts(keys, "num_experts", "num_local_experts"),
+            ffn_dim=width,
+            shared=_shared(keys, width),
+            shared_gate=True,
+            every=keys.integer("decoder_sparse_step"),
+            first_dense=_first_dense(keys),
+            router=SoftmaxTopKConfig(normalize=keys.boolean("norm_topk_prob")),
+            losses=read_losses(keys),
+        )
+        full = GQA(**read_biases(keys), qk_norm="head", output_gate=True)
+        attention = keys.make(Hybrid, **read_kinds(keys, 4), recurrent=read_delta_net(keys), full=full)
+        return fields | {"attention": attention, "moe": moe}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        full = getattr(decoder.shape.attention, "full", None)
+        written = write_base(self, decoder) | {PARTIAL: decoder.rope.partial} | write_kinds(decoder)
+        written["attention_bias"] = getattr(full, "output_bias", False)
         if (moe := decoder.shape.moe) is None:
             return written
         written |= write_experts(moe, "num_experts") | write_losses(moe) | {"moe_intermediate_size": moe.ffn_dim}

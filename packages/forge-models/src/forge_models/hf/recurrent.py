@@ -1,0 +1,101 @@
+"""Recurrent layers in a `config.json` and in a checkpoint: Gated DeltaNet beside full attention.
+
+Qwen3-Next stores q, k, v and z of a layer in one matrix, and b and a in another; each has the rows of one key head after another,
+with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from forge_models.components.decoder import DecoderConfig
+from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.hf.config import Keys
+from forge_models.hf.layers import FULL
+
+LINEAR = "linear_attention"
+"""Kind of a recurrent layer in `layer_types`."""
+
+SIZES = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "conv_width",
+}
+"""Key of a configuration -> field of `GDN`."""
+
+INTERVAL = "full_attention_interval"
+"""Key of the number n of which every n-th layer has full attention, for configurations without `layer_types`."""
+
+
+def read_kinds(keys: Keys, every: int) -> dict[str, Any]:
+    """Reads which layers have full attention, as fields of `Hybrid`; `every` is the default of the interval."""
+    layers = keys.integer("num_hidden_layers")
+    every = keys.integer(INTERVAL) if keys.given(INTERVAL) else every
+    types = keys.values["layer_types"] if keys.given("layer_types") else None
+    if types is None:
+        return {"full_every": every or None}
+    if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, LINEAR}:
+        keys.fault("layer_types", f"expected {layers} times {FULL!r} or {LINEAR!r}")
+        return {}
+    full = [layer for layer, kind in enumerate(types) if kind == FULL]
+    if full and full == list(range(full[0], layers, full[0] + 1)):
+        return {"full_every": full[0] + 1}
+    return {"kinds": tuple("full" if kind == FULL else "recurrent" for kind in types)}
+
+
+def write_kinds(decoder: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `read_kinds` and `read_delta_net`; empty without recurrent layers."""
+    attention = decoder.shape.attention
+    if not isinstance(attention, Hybrid):
+        return {}
+    written: dict[str, Any] = {"layer_types": [FULL if attention.is_full(at) else LINEAR for at in range(decoder.layers)]}
+    recurrent = attention.recurrent
+    if isinstance(recurrent, GDN):
+        sizes = dict(
+            zip(("key_heads", "value_heads", "key_dim", "value_dim"), recurrent.heads(decoder.shape.context(0)), strict=True)
+        )
+        written |= {theirs: sizes.get(ours, recurrent.conv_width) for theirs, ours in SIZES.items()}
+    return written
+
+
+def read_delta_net(keys: Keys, **fields: Any) -> GDN:
+    """Reads the sizes of the recurrent layers."""
+    return GDN(**{ours: keys.integer(theirs) or 1 for theirs, ours in SIZES.items()}, **fields)
+
+
+def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], tuple[str, tuple[int, ...], int, tuple[int, ...]] | None]:
+    """Returns a function from our name of a parameter to its name in a layer of Qwen3-Next, the rows of the checkpoint's tensor
+    in which its rows are, the number of rows of that tensor, and the dimensions after the first; no rows = the same tensor."""
+    key_heads, value_heads, key_dim, value_dim = part.heads(decoder.shape.context(0))
+    shared = value_heads // key_heads
+    keys, values, of_head = key_heads * key_dim, value_heads * value_dim, shared * value_dim
+    mixed = {"q_proj": key_dim, "k_proj": key_dim, "v_proj": of_head, "z_proj": of_head}
+    gates = {"b_proj": shared, "a_proj": shared}
+    plain = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm.weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+
+    def interleaved(widths: dict[str, int], name: str) -> tuple[tuple[int, ...], int]:
+        whole, before = sum(widths.values()), 0
+        for other, width in widths.items():
+            if other == name:
+                break
+            before += width
+        rows = chain.from_iterable(
+            range(head * whole + before, head * whole + before + widths[name]) for head in range(key_heads)
+        )
+        return tuple(rows), key_heads * whole
+
+    def place(name: str) -> tuple[str, tuple[int, ...], int, tuple[int, ...]] | None:
+        module = name.partition(".")[0]
+        if name in plain:
+            return plain[name], (), 0, ()
+        for theirs, widths in (("in_proj_qkvz.weight", mixed), ("in_proj_ba.weight", gates)):
+            if module in widths:
+                return theirs, *interleaved(widths, module), (decoder.dim,)
+        starts = {"q_conv": (0, keys), "k_conv": (keys, 2 * keys), "v_conv": (2 * keys, 2 * keys + values)}
+        if module in starts:
+            return "conv1d.weight", tuple(range(*starts[module])), 2 * keys + values, (1, part.conv_width)
+        return None
+
+    return place
