@@ -3,10 +3,10 @@
     python benchmarks/models/recurrent.py --threads 1
 
 `rule` is the delta rule with normalized queries and keys, `layer` the whole layer of Qwen3-Next with its projections, without the
-kernels of flash-linear-attention on either side. Results and gradients of both sides are compared before anything is timed. Times are of the
-processor, so use one thread; both sides alternate in one process, and the figure that counts is the ratio, given with the spread
-of the pairs. Memory: each side runs alone in a process of its own; peak of resident memory over what it held before the first
-forward. Linux only (it reads /proc).
+kernels of flash-linear-attention on either side. Results and gradients of both sides are compared before anything is timed.
+Times are of the processor, so use one thread; both sides alternate in one process, and the figure that counts is the ratio, given
+with the spread of the pairs. Memory: each side runs alone in a process of its own; peak of resident memory over what it held
+before the first forward. Linux only (it reads /proc).
 """
 
 import argparse
