@@ -113,7 +113,7 @@ class LocalRecurrence:
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Returns the outputs of all heads, (B, T, heads, value width); see `RecurrentCore`."""
-        state = None
+        state, after = None, list[Tensor]()
         flat = tuple(x.flatten(2) for x in streams)
         if cache is None:
             made = [causal_filter(x, weight, shared) for x, weight in zip(flat, filters, strict=True)]
@@ -122,7 +122,6 @@ class LocalRecurrence:
             made, counts = [], cache.counts(g.shape[1])
             valid = (torch.arange(g.shape[1], device=g.device) < counts[:, None]).unsqueeze(-1)
             g, beta = g.where(valid, 0.0), beta.where(valid, 0.0)  # padding leaves the state as it is
-            after = []
             for index, (x, weight) in enumerate(zip(flat, filters, strict=True)):
                 width = weight.shape[1] - 1
                 earlier = x.new_zeros(x.shape[0], width, x.shape[2]) if before is None else before[index]

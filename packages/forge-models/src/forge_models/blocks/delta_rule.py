@@ -22,6 +22,7 @@ At a border of documents, all factors D and exp(c) from one document to another 
 results or gradients of another one.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,22 +200,11 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    state_grad: Tensor,
-    out: Tensor,
-    after: Tensor,
-    errors: Tensor,
-    states: Tensor,
-    inverse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    documents: Tensor | None,
-    chunk: int,
+    grads: Sequence[Tensor], kept: Sequence[Tensor], documents: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v, g, beta and the first state."""
+    """Returns the gradients of q, k, v, g, beta and the first state; `kept` is what `_forward` returns, then q, k, v, g, beta."""
+    grad, state_grad = grads
+    out, after, errors, states, inverse, q, k, v, g, beta = kept
     parts = _split(q, k, v, g, beta, documents, chunk)
     groups, heads, count, size, _ = parts.v.shape
     rows, length, key_heads = v.shape[0], v.shape[1], k.shape[2]
@@ -275,7 +265,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (*_backward(*grads, *ctx.saved_tensors, ctx.chunk), None, None)
+        *kept, documents = ctx.saved_tensors
+        return (*_backward(grads, kept, documents, ctx.chunk), None, None)
 
 
 @torch.library.custom_op("forge_models::gated_delta_rule", mutates_args=())
@@ -294,18 +285,15 @@ def _(
     del q, g, beta, documents
     (rows, length, heads, width), key_heads = v.shape, k.shape[2]
     groups, shared, count = rows * key_heads, heads // key_heads, -(-length // chunk)
-    kept = (
-        (groups, shared, count, chunk, width),
-        (groups, count, k.shape[-1], shared * width),
-        (groups, shared, count, chunk, chunk),
-    )
-    return torch.empty_like(v), torch.empty_like(state), *(v.new_empty(shape) for shape in kept)
+    errors, inverse = v.new_empty(groups, shared, count, chunk, width), v.new_empty(groups, shared, count, chunk, chunk)
+    states = v.new_empty(groups, count, k.shape[-1], shared * width)
+    return torch.empty_like(v), torch.empty_like(state), errors, states, inverse
 
 
 @torch.library.custom_op("forge_models::gated_delta_rule_backward", mutates_args=())
 def _backward_operator(grads: list[Tensor], kept: list[Tensor], documents: Tensor | None, chunk: int) -> list[Tensor]:
     """`_backward` as one operator: `grads` of outputs and state, then what the forward kept and its inputs."""
-    return [grad.contiguous() for grad in _backward(*grads, *kept, documents, chunk)]
+    return [grad.contiguous() for grad in _backward(grads, kept, documents, chunk)]
 
 
 @_backward_operator.register_fake

@@ -53,7 +53,7 @@ def write_kinds(decoder: DecoderConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"layer_types": [FULL if attention.is_full(at) else LINEAR for at in range(decoder.layers)]}
     recurrent = attention.recurrent
     if isinstance(recurrent, GDN):
-        sizes = dict(
+        sizes: dict[str, int] = dict(
             zip(("key_heads", "value_heads", "key_dim", "value_dim"), recurrent.heads(decoder.shape.context(0)), strict=True)
         )
         written |= {theirs: sizes.get(ours, recurrent.conv_width) for theirs, ours in SIZES.items()}
