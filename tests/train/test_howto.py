@@ -305,6 +305,15 @@ def distilled(place: Path, printed: str) -> None:
     assert rows[-1]["kl"] < rows[0]["kl"]
 
 
+def filled(place: Path, printed: str) -> None:
+    """The gap is filled token by token, the loss falls, and about half of the tokens are hidden."""
+    rows = [line for line in lines_of(place / "runs/fill") if "masked" in line and "loss" in line]
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert np.mean([row["masked"] for row in rows]) == pytest.approx(0.5, abs=0.1)
+    said = printed.splitlines()[-1].removeprefix("Capitalize plum: ")
+    assert len(said) == 4 and sum(one == other for one, other in zip(said, "PLUM", strict=True)) >= 3
+
+
 FACTS: dict[str, Callable[[Path, str], None]] = {
     "compare-optimizers": compared,
     "debug-a-regression": regressed,
@@ -313,6 +322,7 @@ FACTS: dict[str, Callable[[Path, str], None]] = {
     "evaluate-images": answered,
     "export-to-hugging-face": exported,
     "extract-activations": extracted,
+    "fill-in-masked-tokens": filled,
     "fine-tune-on-conversations": conversed,
     "hand-over-a-model": handed_over,
     "images": own_images,

@@ -20,6 +20,7 @@ from forge_core.component import fields_of
 from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
+from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.optim.groups import ParameterGroup
@@ -64,10 +65,10 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen", "lora")
+ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
-OBJECTIVES = ("dpo", "distillation")
+OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion")
 """Objectives other than next-token cross-entropy: such a row has one of them, where a pair asks for it."""
 
 OPTIMIZERS = ("", "muon", "adamw8bit")
@@ -81,6 +82,7 @@ NEEDS: Mapping[str, str] = {
     "ep_hierarchical": "experts",
     "ep_in_turn": "experts",
     "float8_experts": "experts",
+    **dict.fromkeys(("masked_lm", "masked_diffusion"), "bidirectional"),
     **dict.fromkeys(
         ("pp_gpipe", "pp_1f1b", "pp_zbv", "pp_dualpipev", "pp_interleaved", "pp_interleaved_zero_bubble"), "accumulate"
     ),
@@ -155,7 +157,7 @@ def declared_features() -> set[str]:
     }
     objectives = (registry.load("forge.objectives", name) for name in registry.names("forge.objectives"))
     found |= {name for objective in objectives if (name := getattr(objective, "feature", ""))}
-    return found | {"accumulate"}
+    return found | {"accumulate", GQA(causal=False).feature}
 
 
 @cache
@@ -207,6 +209,8 @@ def _low_only() -> frozenset[Row]:
 def _random_row(wanted: Row, most: int, rng: random.Random) -> Row | None:
     """A legal row with `wanted` and few other features, on at most `most` ranks; None after many tries."""
     wanted |= {word for name in wanted for word in NEEDS.get(name, "").split()}
+    if "bidirectional" in wanted and wanted.isdisjoint(OBJECTIVES):
+        wanted |= {"masked_lm"}  # an objective of next tokens refuses it
     if wanted >= {"compile", "experts"}:
         wanted |= {"bf16"} | ({"recompute_full"} if "recompute" in wanted else set())
     low = wanted & LOW

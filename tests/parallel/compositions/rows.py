@@ -19,7 +19,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, Softma
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
-from forge_models.objectives import DPO, CrossEntropy, Distillation
+from forge_models.objectives import DPO, CrossEntropy, Distillation, MaskedDiffusion, MaskedLM
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
@@ -130,6 +130,8 @@ def decoder_of(row: frozenset[str]) -> Any:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
     lora = LORA if "lora" in row else None
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
+    if "bidirectional" in row:
+        model = replace(model, attention=GQA(causal=False))
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         time = FrameTimeConfig(features=4) if "frame_time" in row else None
@@ -197,6 +199,10 @@ def objective_of(row: frozenset[str]) -> Any:
         return DPO(beta=0.5, nll=0.2)
     if "distillation" in row:
         return Distillation(teacher="of the checks", weight=0.7, temperature=1.5)
+    if "masked_lm" in row:
+        return MaskedLM(mask_token=VOCAB - 1, ratio=0.5, vocab_size=VOCAB)
+    if "masked_diffusion" in row:
+        return MaskedDiffusion(mask_token=VOCAB - 1)
     return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
 
 

@@ -172,7 +172,7 @@ def test_a_missing_or_damaged_reference_is_refused(recipe: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "key", "why"),
     [
-        (["--parallel.cp=2"], "parallel.cp", "sums over whole documents"),
+        (["--parallel.cp=2"], "parallel.cp", "needs whole rows"),
         (["--model.mtp.depth=1"], "model.mtp", "does not train next tokens"),
         (["--data.documents=ignore"], "data.documents", "see each other"),
         (["--objective.name=cross_entropy"], "data.sources.0.pairs", "would also train the rejected answers"),

@@ -70,7 +70,8 @@ class ModeledRecipe:
             raise ForgeError(reason)
         shape: Any = job.model.shape  # type: ignore[attr-defined]  # models that declare counts have a shape
         widths = zip(range(shape.blocks), shape.windows(), strict=True)
-        scores = [Scores(shape.attention.score_width(shape.context(index)), window) for index, window in widths]
+        causal = shape.causal
+        scores = [Scores(shape.attention.score_width(shape.context(index)), window, causal) for index, window in widths]
         return work_of(self.blueprint, scores, shape.moe.top_k if shape.moe is not None else 1)
 
     def predict(

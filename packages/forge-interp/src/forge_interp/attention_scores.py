@@ -29,12 +29,14 @@ class ScoreRule:
         soft_cap: bound of the scores; None: no bound.
         window: number of positions that a position attends to; None: all.
         sinks: (heads,) score of each head that enters the softmax and has no key; None: there is none.
+        causal: whether a position attends only to itself and earlier ones.
     """
 
     scale: float
     soft_cap: float | None
     window: int | None
     sinks: Tensor | None = None
+    causal: bool = True
 
 
 class AttentionScores:
@@ -80,8 +82,11 @@ class AttentionScores:
             scores = rule.soft_cap * (scores / rule.soft_cap).tanh()
         everywhere = torch.arange(k.shape[2], device=k.device)
         documents = self._documents
+        if documents is None and not rule.causal and self._token_mask is not None:
+            documents = self._token_mask.int() - 1
         mine = PositionedTokens(at, None if documents is None else documents[:, at])
-        return scores.masked_fill(~placed_mask(mine, PositionedTokens(everywhere, documents), rule.window), float("-inf"))
+        seen = placed_mask(mine, PositionedTokens(everywhere, documents), rule.window, rule.causal)
+        return scores.masked_fill(~seen, float("-inf"))
 
     def pattern(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
         """Returns (B, heads, queries, T): the softmax of `scores`; rows sum to 1, or to less if heads have sinks."""
@@ -212,6 +217,7 @@ def rule_of(model: nn.Module, layer: int) -> ScoreRule:
         getattr(attention, "soft_cap", None),
         getattr(attention, "window", None),
         None if sinks is None else sinks.detach(),
+        core.causal,
     )
 
 

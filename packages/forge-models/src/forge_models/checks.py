@@ -7,6 +7,7 @@ from forge_core.component import class_name
 from forge_core.errors import Fault, RecipeWarning
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
+from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
@@ -93,7 +94,7 @@ def objective_fits(job: Job, layout: Layout) -> Iterator[Fault]:
     labels of next tokens."""
     objective, name = job.objective, class_name(job.objective)
     if layout.cp > 1 and getattr(objective, "whole_rows", False):
-        what = f"{layout.cp} ranks would each have a part of a row, but objective {name} sums over whole documents"
+        what = f"{layout.cp} ranks would each have a part of a row, but objective {name} needs whole rows"
         yield Fault("parallel.cp", what, hint="set it to 1; use parallel.tp or parallel.pp for long rows")
     if layout.tp > 1 and getattr(objective, "whole_vocabulary", False):
         what = f"{layout.tp} ranks would each have a part of the vocabulary, but objective {name} compares whole distributions"
@@ -102,6 +103,34 @@ def objective_fits(job: Job, layout: Layout) -> Iterator[Fault]:
         yield Fault(
             "model.mtp", f"predicts tokens after the next one, but objective {name} does not train next tokens", hint="remove it"
         )
+
+
+def direction_fits(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
+    """Checks that an objective of masked tokens has a bidirectional model, that one of next tokens has a causal one, and that
+    ids are in the vocabulary."""
+    objective, name, model = job.objective, class_name(job.objective), job.model
+    causal = getattr(getattr(model, "shape", None), "causal", True)
+    key = "model.attention.causal"
+    if not causal and not getattr(objective, "bidirectional", False):
+        what = f"= false lets a token see the next one, which objective {name} predicts"
+        yield Fault(key, what, hint="set it to true, or take objective 'masked_lm' or 'masked_diffusion'")
+    if causal and getattr(objective, "bidirectional", False):
+        if isinstance(getattr(getattr(model, "shape", None), "attention", None), GQA):
+            what = f"= true hides the tokens after a masked one, but objective {name} fills it in from both sides"
+            yield Fault(key, what, hint="set it to false")
+        else:
+            what = f"is causal, but objective {name} fills in tokens from both sides"
+            yield Fault("model.name", what, hint="take a decoder with model.attention.name = 'gqa' and causal = false")
+    for index, hook in enumerate(getattr(job, "hooks", ()) if not causal else ()):
+        if getattr(hook, "generates", False):
+            what = f"{class_name(hook)} generates text, which a model with {key} = false cannot"
+            yield Fault(f"hooks.{index}.name", what, hint="remove the hook")
+    rows = getattr(model, "vocab_size", None)
+    for key in ("mask_token", "vocab_size"):
+        used = getattr(objective, key, None)
+        if isinstance(used, int) and isinstance(rows, int) and used + (key == "mask_token") > rows:
+            what = f"{used} is not in the model's vocabulary of {rows} ids" if key == "mask_token" else f"{used} exceeds {rows}"
+            yield Fault(f"objective.{key}", what, hint=f"lower it, or raise model.vocab_size = {rows}")
 
 
 def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:

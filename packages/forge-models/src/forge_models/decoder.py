@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.batch import IGNORE, PADDING, MTPTargets
+from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.block import Block, MTPModules
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
             tokens: (B, T) int64, for a later part whose routers use token ids; a part with the embedding has them in `x`.
             mtp_targets: tokens and labels of the MTP modules, whose losses are added; with labels and an objective only.
             token_mask: (B, T) bool, False for a position without a token, which no expert processes; None: derived from
-                `documents`, or all True. Attention ignores it, so padding must come after the tokens of its row.
+                `documents`, or all True. Causal attention ignores it, so padding must come after the tokens of its row.
             extras: further inputs of the batch, named in `inputs`; a text decoder has none.
 
         Raises:
@@ -155,7 +156,10 @@ class Decoder(nn.Module):
             with scope("", self):
                 tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
         x, shared = self.enter(x, tokens, documents, extras, cache)
-        masks = self._attention_masks(blocks, documents, starts, length, x, cache)
+        seen = documents
+        if documents is None and token_mask is not None and not self.shape.causal:
+            seen = token_mask.int() - 1  # tokens must not see the padding behind them
+        masks = self._attention_masks(blocks, seen, starts, length, x, cache)
         shared = {"token_mask": token_mask, "tokens": tokens, "documents": documents, **shared}
         return self._run_blocks(x, rotations, masks, cache, shared), rotations, masks
 
@@ -336,11 +340,22 @@ class Decoder(nn.Module):
             raise ValueError("labels need an objective; pass one, or leave labels out to get logits")
         if mtp_targets is not None and (objective is None or self.mtp is None):
             raise ValueError("mtp_targets need an objective and a model with [model.mtp]; leave them out, or give both")
+        if cache is not None and not self.shape.causal:
+            raise ValueError("model.attention.causal = false: a cache holds earlier tokens only; call without one")
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document per row; call without documents")
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Returns an empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters."""
+        """Returns an empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters.
+
+        Raises:
+            ForgeError: the model is bidirectional.
+        """
+        if not self.shape.causal:
+            raise ForgeError(
+                "model.attention.causal = false: each token sees the tokens after it, so no cache of earlier tokens can replace "
+                "them and text cannot be generated token by token; use a causal model"
+            )
         return KVCache(self.blocks, batch, capacity, next(self.parameters()).device)
 
     def specs(self) -> Specs:

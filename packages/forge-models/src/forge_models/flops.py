@@ -8,10 +8,10 @@ rotation, softmax and embedding look-ups do not). The FLOPs per token are
 with P the number of weights in matrix products for one token (always with the head, never with the embedding table; a tied table
 counts once, as head; no biases; of experts, the `top_k` that a token is sent to, the shared ones and the router) and T' the
 number of keys per query. T' is T, or the window if that is smaller, for the full square that most tables count ("PaLM"
-convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2. Recomputation is not counted, and slots
-dropped because of capacity are not subtracted. MTP modules count in training only: each has a projection of two widths to one
-and a block, and runs the head once more. They are counted for every token, although the last k tokens of a row have no input for
-module k.
+convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a bidirectional one T.
+Recomputation is not counted, and slots dropped because of capacity are not subtracted. MTP modules count in training only: each
+has a projection of two widths to one and a block, and runs the head once more. They are counted for every token, although the
+last k tokens of a row have no input for module k.
 
 Of an adapter and its frozen base, the base has no gradients of its weights: 4 instead of 6 FLOPs per weight and token, and the
 adapter's own weights have 6. The products of B A in DoRA, once for each forward, are not counted.
@@ -51,6 +51,7 @@ class Counts:
         lora_matrix: weights of adapters in matrix products for one token.
         widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
             the multiply-adds of one query with one key.
+        causal: whether a token sees only earlier tokens.
     """
 
     embedding: int
@@ -66,6 +67,7 @@ class Counts:
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
     lora: int = 0
     lora_matrix: int = 0
+    causal: bool = True
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
         """Returns forward and backward FLOPs of these batches that are not counted per token, such as those of images. `frozen`
@@ -91,11 +93,13 @@ class Counts:
     def forward(self, length: int, causal: bool = False) -> float:
         """Returns forward FLOPs per token in rows of `length` tokens, without MTP. If `causal`, counts the keys of a causal
         kernel, see the module docstring."""
-        return _products(self.matrix + self.lora_matrix, self.widths, lambda window: _keys(length, window, causal))
+        return _products(
+            self.matrix + self.lora_matrix, self.widths, lambda window: _keys(length, window, causal and self.causal)
+        )
 
     def training(self, length: int, causal: bool = False) -> float:
         """Returns forward and backward FLOPs per token in rows of `length` tokens."""
-        return self.training_with(lambda window: _keys(length, window, causal))
+        return self.training_with(lambda window: _keys(length, window, causal and self.causal))
 
     def training_with(self, keys: Callable[[int | None], float]) -> float:
         """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
@@ -141,6 +145,7 @@ def count_flops(shape: DecoderShape) -> Counts:
         mtp=sizes["mtp"],
         mtp_matrix=products["mtp"] + shape.mtp_depth * table,
         mtp_widths=_widths(shape, range(shape.layers, shape.blocks)),
+        causal=shape.causal,
     )
 
 

@@ -311,6 +311,11 @@ def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
     shape = model.shape
     if not prompts:
         raise GenerationError("prompts must not be empty")
+    if not getattr(model.shape, "causal", True):
+        raise GenerationError(
+            "model.attention.causal = false: the model fills in masked tokens and cannot generate text token by token; use a "
+            "causal model"
+        )
     if max_tokens < 1:
         raise GenerationError(f"max_tokens {max_tokens} must be at least 1")
     if prefill is not None and prefill < 1:

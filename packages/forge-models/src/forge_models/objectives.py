@@ -135,3 +135,80 @@ class Distillation(Component):
     def examples(cls, folder: "Path") -> "Iterable[Distillation]":
         """Returns examples of all words and of a few."""
         return (cls(teacher=str(folder)), cls(teacher=str(folder), weight=1.0, temperature=2.0, top_k=3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLM(Component):
+    """Masked language modeling (BERT, Devlin et al., 2019): fills in tokens from both sides. It needs a bidirectional model.
+
+    Tokens that next-token training would predict may be chosen, so prompts of conversations and the first token of a document
+    never are. The choice depends on `seed`, the number of the row and the position only; held-out rows have the same mask in
+    every evaluation. The loss is the mean negative log-likelihood of chosen tokens.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.masking:MaskedLMLoss"
+    feature: ClassVar[str] = "masked_lm"
+    bidirectional: ClassVar[bool] = True
+    """True: it needs a model whose tokens see their whole document."""
+    predicts_next: ClassVar[bool] = False
+    """False: labels are no next tokens, so multi-token prediction is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("nll",)
+    """Metrics that evaluations report in place of the perplexity."""
+
+    mask_token: Annotated[int, Ge(0)]
+    """Token id that stands for a hidden token."""
+    vocab_size: Annotated[int, Gt(0)]
+    """Number of token ids from which random tokens are drawn: that of the tokenizer."""
+    ratio: Annotated[float, Gt(0), Lt(1)] = 0.15
+    """Probability with which a token is chosen."""
+    random: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Share of chosen tokens that a random token replaces, instead of `mask_token`."""
+    kept: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Share of chosen tokens that stay as they are."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Seed of the choice, apart from that of the job: runs with other initial weights have the same masks."""
+
+    def __post_init__(self) -> None:
+        if self.random + self.kept > 1:
+            raise ValueError(f"random {self.random} and kept {self.kept} exceed 1 together; lower one")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MaskedLM]":
+        """Returns examples with and without random tokens."""
+        return (cls(mask_token=1, vocab_size=8, ratio=0.5), cls(mask_token=1, vocab_size=8, random=0.0, kept=0.0, ratio=0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedDiffusion(Component):
+    """Masked diffusion (LLaDA, Nie et al., 2025): fills in a random share t of tokens; needs `model.attention.causal = false`.
+
+    t is uniform in [smallest, 1], and each token is hidden with probability t. Tokens that next-token training would predict may
+    be hidden. The loss is the sum of nll / t over hidden tokens, divided by the number of tokens that may be hidden: on average
+    an upper bound of their negative log-likelihood. The choice depends on `seed`, the number of the row and the position only;
+    held-out rows have the same mask in every evaluation.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.masking:MaskedDiffusionLoss"
+    feature: ClassVar[str] = "masked_diffusion"
+    bidirectional: ClassVar[bool] = True
+    """True: it needs a model whose tokens see their whole document."""
+    whole_rows: ClassVar[bool] = True
+    """True: ranks must not share rows."""
+    predicts_next: ClassVar[bool] = False
+    """False: labels are no next tokens, so multi-token prediction is refused."""
+
+    mask_token: Annotated[int, Ge(0)]
+    """Token id that stands for a hidden token."""
+    per: Literal["document", "row"] = "document"
+    """What has a t of its own: each document of a row, or each row."""
+    smallest: Annotated[float, Gt(0), Lt(1)] = 1e-3
+    """Minimum t, which bounds the factor 1 / t."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Seed of the choice, apart from that of the job: runs with other initial weights have the same masks."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MaskedDiffusion]":
+        """Returns an example for documents and one for rows."""
+        return (cls(mask_token=1), cls(mask_token=1, per="row", smallest=0.2))

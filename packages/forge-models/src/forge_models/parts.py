@@ -31,6 +31,7 @@ PARTS = {
     "forge.checks": {
         "adapters_fit": "forge_models.checks:adapters_fit",
         "classes_are_compared": "forge_models.checks:classes_are_compared",
+        "direction_fits": "forge_models.checks:direction_fits",
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
@@ -45,5 +46,7 @@ PARTS = {
         "cross_entropy": "forge_models.objectives:CrossEntropy",
         "distillation": "forge_models.objectives:Distillation",
         "dpo": "forge_models.objectives:DPO",
+        "masked_diffusion": "forge_models.objectives:MaskedDiffusion",
+        "masked_lm": "forge_models.objectives:MaskedLM",
     },
 }

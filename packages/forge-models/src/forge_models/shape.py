@@ -265,6 +265,11 @@ class DecoderShape:
         """Whether block `layer` has experts instead of a feed-forward layer."""
         return self.moe is not None and self.moe.has(layer)
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only earlier tokens."""
+        return getattr(self.attention, "causal", True)
+
     def windows(self) -> tuple[int | None, ...]:
         """Returns the attention window of every block; None = all positions."""
         window_at = getattr(self.attention, "window_at", lambda _: None)

@@ -291,7 +291,7 @@ def rows_can_be_shared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     if kind == "ulysses" and (why := shares.ulysses_refusal(shape.heads, layout.cp, layout.tp)):
         yield Fault("transforms.context.kind", why)
     capped = getattr(shape.attention, "soft_cap", None) is not None
-    if kind == "ring" and (why := shares.ring_refusal("model.attention.soft_cap", capped)):
+    if kind == "ring" and (why := shares.ring_refusal("model.attention", capped, shape.causal)):
         yield Fault("transforms.context.kind", why)
 
 

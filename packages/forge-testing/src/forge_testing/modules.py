@@ -158,6 +158,17 @@ def causal(run: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
         assert not torch.equal(run(changed)[:, 1], whole[:, 1]), "token 1 does not see token 0"
 
 
+def bidirectional(run: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
+    """Checks that every output changes if the first or the last token changes."""
+    with torch.no_grad():
+        whole = run(x)
+        for at in (0, x.shape[1] - 1):
+            changed = x.clone()
+            changed[:, at] = other[:, at]
+            moved = (run(changed) != whole).flatten(2).any(2)
+            assert bool(moved.all()), f"not every token sees token {at}"
+
+
 def idles(module: nn.Module, given: tuple[int, ...], made: tuple[int, ...]) -> None:
     """Checks that an empty batch (0, *given) returns (0, *made), and that every parameter has a gradient of zero.
 

@@ -240,6 +240,7 @@ class Tasks(Periodic):
     key_class: ClassVar = FREE
     leisurely = True
     observes = True
+    generates = True
 
     tasks: Annotated[list[str], MinLen(1)]
     """Names of tasks, or of groups of tasks."""

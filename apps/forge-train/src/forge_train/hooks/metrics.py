@@ -194,8 +194,8 @@ class Utilization:
     def numbers(self, rate: float, batches: Sequence[Batch] = (), frozen: Collection[str] = ()) -> dict[str, float]:
         """Returns `model_tflops` per device, `mfu` and `mfu_attended`.
 
-        `mfu_attended` counts only keys that a query attends to: earlier keys in its own document and window, in the rows of
-        `batches`. `mfu` counts whole rows, as most publications do.
+        `mfu_attended` counts only keys that a query attends to: earlier keys in its own document and window, or all keys in it if
+        attention is bidirectional, in the rows of `batches`. `mfu` counts whole rows, as most publications do.
 
         Args:
             rate: tokens per second of all devices together, without padding.
@@ -211,7 +211,8 @@ class Utilization:
             return found
         found["mfu"] = found["model_tflops"] * TERA / self.peak
         if batches:
-            attended = beyond + self.counts.training_with(lambda window: keys_met(batches, self.length, window))
+            causal = self.counts.causal
+            attended = beyond + self.counts.training_with(lambda window: keys_met(batches, self.length, window, causal))
             found["mfu_attended"] = rate * attended / self.devices / self.peak
         return found
 
@@ -249,8 +250,9 @@ def of_device(here: "torch.device", precision: str) -> float | None:
     return None if known is None else {"bf16": known.bf16, "fp32": known.fp32, "fp8": known.fp8}.get(precision)
 
 
-def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float:
-    """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window.
+def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: bool = True) -> float:
+    """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window, or without
+    `causal` all tokens in its document.
 
     Without `positions`, each row is one document.
     """
@@ -258,6 +260,14 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
 
     total, queries = 0, 0
     for batch in batches:
+        if not causal:
+            documents = batch.documents
+            if documents is None:
+                documents = torch.zeros_like(batch.tokens) if batch.real is None else batch.real.long() - 1
+            sizes = torch.stack([torch.bincount(row[row >= 0].long(), minlength=length) for row in documents.cpu()])
+            total += int(sizes.square().sum())
+            queries += int(sizes.sum())
+            continue
         if batch.positions is None:
             reached = torch.arange(1, length + 1).expand(len(batch.tokens), length)
         else:

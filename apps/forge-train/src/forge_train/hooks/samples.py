@@ -42,6 +42,7 @@ class Sample(Periodic):
     key_class: ClassVar = FREE
     leisurely = True
     observes = True
+    generates = True
 
     prompts: list[str] = field(default_factory=lambda: ["The "])
     """Texts to continue."""
@@ -143,6 +144,7 @@ class Answers(Periodic):
     key_class: ClassVar = FREE
     leisurely = True
     observes = True
+    generates = True
 
     sets: tuple[str, ...] = ()
     """Held-out sets; by default all sets whose documents have a prompt."""

@@ -17,7 +17,7 @@ from forge_data.loading.evaluation import evaluation
 from forge_parallel.step.step import Step
 from forge_train.directory import run_directory
 from forge_train.formats.forge import ForgeWeights, table_of
-from forge_train.hooks.evaluation import bits_per_byte, perplexity
+from forge_train.hooks.evaluation import bits_per_byte, evaluated, perplexity
 from forge_train.inference.stored import load_sharded_model
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.process.ranks import rank_zero_first
@@ -112,6 +112,6 @@ def scores(
     topology, step = model.topology, Step(model, objective)
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
-        known = held_out.predicted()
+        known = None if evaluated(job.objective) else held_out.predicted()  # losses of other kinds are no bits of the text
         per_byte = bits_per_byte(result.loss, *known) if known is not None and known[1] > 0 else None
         yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens)

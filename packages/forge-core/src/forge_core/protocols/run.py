@@ -354,12 +354,14 @@ class Hook(Component):
         former_keys: keys under which checkpoints of earlier versions have the hook's state.
         observes: the hook only looks, and training is the same without it. An exception in it is said and counted, and the run
             goes on; after three it is switched off. One of a hook that acts on training ends the run.
+        generates: the hook asks the model for next tokens, which a bidirectional model cannot tell.
     """
 
     keeps_state: ClassVar[bool] = True
     state_key: str = ""
     former_keys: tuple[str, ...] = ()
     observes: bool = False
+    generates: bool = False
 
     def build(self) -> Self:
         """Returns a new hook with copies of the keys, so that nothing passes from one run of a recipe to another."""

@@ -2,7 +2,7 @@
 
 The core computes softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap: `LocalAttention` chooses
 among torch's fused kernels in the best order for each GPU, flex attention, and kernels of variable length. A mask lets a query
-see earlier keys in its window and its document.
+see earlier keys in its window and its document, or, if attention is bidirectional, all keys in its document.
 """
 
 from collections.abc import Callable
@@ -42,18 +42,25 @@ class LocalAttention:
     """
 
     def __init__(
-        self, kind: AttentionKernel = "auto", capped: bool = False, width: int | None = None, sinks: bool = False
+        self,
+        kind: AttentionKernel = "auto",
+        capped: bool = False,
+        width: int | None = None,
+        sinks: bool = False,
+        causal: bool = True,
     ) -> None:
         """`capped` says that calls will have a soft cap, `sinks` that they will have sinks. `width` is that of the heads of
-        queries, keys and values; None if they differ."""
+        queries, keys and values; None if they differ. Without `causal`, queries see later keys too; a window is not supported
+        then."""
         self.kind: AttentionKernel = kind
         self.capped = capped
         self.unusual = capped or sinks
         self.width = width
+        self.causal = causal
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
         """Returns what the kernel needs for this batch: a boolean mask (B or 1, 1, T, T) with True = visible, a `BlockMask`,
-        `Boundaries`, or for causal attention over whole rows None or the `KernelOrder` of this GPU's kernels.
+        `Boundaries`, or for whole rows in which nothing but future positions is hidden None or the `KernelOrder` of this GPU.
 
         Raises:
             ValueError: the device does not support the kernel.
@@ -65,12 +72,12 @@ class LocalAttention:
         if not cuda and self.kind in ("flex", "varlen"):
             raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
         if self.kind == "varlen":
-            return boundaries(documents, length, window, device)
+            return boundaries(documents, length, window, device, causal=self.causal)
         if self.kind == "flex" or (self.kind == "auto" and cuda and masks):
-            return block_mask(documents, length, window, device)
+            return block_mask(documents, length, window, device, self.causal)
         if plain:
-            return causal(device) if cuda and not self.unusual else None
-        return mask(documents, length, window, device)
+            return whole_rows(device, self.causal) if cuda and not self.unusual else None
+        return mask(documents, length, window, device, self.causal)
 
     def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
         """Like `prepare`, with the starts of documents (n,) int32 in the flattened rows, if known; `x` has q's dtype and
@@ -79,7 +86,7 @@ class LocalAttention:
         plain, known = documents is None and window is None, documents is None or starts is not None
         fits = not (plain or self.unusual) and takes_lengths(self.width, x.dtype, x.device)
         if known and ((self.kind == "varlen" and accelerator.has_flex(x.device)) or (self.kind == "auto" and fits)):
-            return boundaries(documents, length, window, x.device, starts)
+            return boundaries(documents, length, window, x.device, starts, self.causal)
         return self.prepare(documents, length, window, x.device)
 
     def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
@@ -94,8 +101,8 @@ class LocalAttention:
         if not cuda and self.kind == "flex":
             raise ValueError("attention core 'flex' needs a CUDA device; use 'auto' or 'sdpa'")
         if self.kind == "sdpa" or not cuda:
-            return placed_mask(queries, keys, window)
-        return placed_block_mask(queries, keys, window)
+            return placed_mask(queries, keys, window, self.causal)
+        return placed_block_mask(queries, keys, window, self.causal)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
         """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
@@ -125,9 +132,11 @@ class LocalAttention:
                 return flex(q, k, v, shared, scale, soft_cap, sinks)
             shared = dense(shared, q, k)  # flex has no fp64 kernel; fp64 serves comparisons, not speed
         if soft_cap is not None or sinks is not None:
-            return _written_out(q, k, v, shared, scale, soft_cap, sinks)
+            seen = mask(None, q.shape[2], None, q.device, self.causal) if shared is None else shared
+            return _written_out(q, k, v, seen, scale, soft_cap, sinks)
+        hides = shared is None and self.causal
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=shared, is_causal=shared is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=shared, is_causal=hides, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
@@ -137,12 +146,10 @@ def _hiding(window: int | None, length: int) -> int | None:
 
 
 def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Computes the softmax in fp32 (fp64 for fp64) over capped scores and the sink of each head, which has no value; heads that
     share keys are one dimension of the product."""
-    if seen is None:
-        seen = mask(None, q.shape[2], None, q.device)
     groups = q.unflatten(1, (k.shape[1], -1))
     scores = (groups @ k.unsqueeze(2).transpose(-1, -2)) * scale
     if soft_cap is not None:
@@ -162,22 +169,25 @@ class Boundaries(NamedTuple):
     starts: Tensor
     length: int
     window: int | None
+    causal: bool = True
 
 
 class KernelOrder(NamedTuple):
     """torch's fused kernels, the best first; a kernel that does not support a call is skipped."""
 
     kernels: tuple[SDPBackend, ...]
+    causal: bool = True
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Computes causal attention over whole rows."""
+        """Computes attention over whole rows."""
+        groups = q.shape[1] != k.shape[1]
         with attention.sdpa_kernel(list(self.kernels), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=scale, enable_gqa=groups)
 
 
-def causal(device: Any) -> KernelOrder | None:
-    """Returns the order of kernels for causal attention over whole rows on a device; None for torch's own order."""
-    return _order() if accelerator.is_hopper(torch.device(device)) else None
+def whole_rows(device: Any, causal: bool = True) -> KernelOrder | None:
+    """Returns the order of kernels for attention over whole rows on a device; None for torch's own order."""
+    return _order()._replace(causal=causal) if accelerator.is_hopper(torch.device(device)) else None
 
 
 @cache
@@ -204,24 +214,24 @@ def _compiled(name: str) -> Callable[..., Any]:
     return torch.compile(getattr(flex_attention, name), dynamic=False)
 
 
-def block_mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
+def block_mask(documents: Tensor | None, length: int, window: int | None, device: Any, causal: bool = True) -> Any:
     """Returns a `BlockMask`. Compiled, because the eager function builds the whole T x T mask first."""
 
     def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = visible(q - k, window)
+        seen = visible(q - k, window, causal)
         return seen if documents is None else seen & (documents[b, q] == documents[b, k])
 
     rows = None if documents is None else documents.shape[0]
     return _compiled("create_block_mask")(sees, rows, None, length, length, device=device)
 
 
-def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
+def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None, causal: bool = True) -> Any:
     """Returns a `BlockMask` for queries and keys in any order."""
     places, documents = queries
     key_places, key_documents = keys
 
     def sees(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = visible(places[q] - key_places[k], window)
+        seen = visible(places[q] - key_places[k], window, causal)
         return seen if documents is None or key_documents is None else seen & (documents[b, q] == key_documents[b, k])
 
     rows = None if documents is None else documents.shape[0]
@@ -271,18 +281,23 @@ def dense(blocks: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 def boundaries(
-    documents: Tensor | None, length: int, window: int | None, device: Any, starts: Tensor | None = None
+    documents: Tensor | None,
+    length: int,
+    window: int | None,
+    device: Any,
+    starts: Tensor | None = None,
+    causal: bool = True,
 ) -> Boundaries:
     """Returns the boundaries of documents, which must be runs of equal numbers. Without documents, each row is one. Without
     `starts`, the host waits for the device to count them."""
     if documents is None:
-        return Boundaries(torch.empty(0, dtype=torch.int32, device=device), length, window)
+        return Boundaries(torch.empty(0, dtype=torch.int32, device=device), length, window, causal)
     if starts is None:
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         places = begins.flatten().nonzero().squeeze(1)  # its size is unknown on the host, so this synchronizes
         starts = torch.cat((places, places.new_full((1,), documents.numel()))).to(torch.int32)
-    return Boundaries(starts, length, window)
+    return Boundaries(starts, length, window, causal)
 
 
 @cache
@@ -309,27 +324,27 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, shared: Boundaries, scale: float) ->
         else:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    window = (left, 0)
+    window = (left, 0 if shared.causal else -1)
     out = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, scale=scale, window_size=window, **shares)
     assert isinstance(out, Tensor)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
-def visible(distance: Tensor, window: int | None) -> Tensor:
+def visible(distance: Tensor, window: int | None, causal: bool = True) -> Tensor:
     """Returns True where a query sees a key `distance` positions before it."""
-    seen = distance >= 0
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen if window is None else seen & (distance < window)
 
 
-def mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Tensor:
+def mask(documents: Tensor | None, length: int, window: int | None, device: Any, causal: bool = True) -> Tensor:
     """Returns the mask (B or 1, 1, T, T) of whole rows, bool, True = visible."""
     row = PositionedTokens(torch.arange(length, device=device), documents)
-    return placed_mask(row, row, window)
+    return placed_mask(row, row, window, causal)
 
 
-def placed_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Tensor:
+def placed_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None, causal: bool = True) -> Tensor:
     """Returns the mask (B or 1, 1, T, S), bool, of T queries and S keys in any order."""
-    seen = visible(queries.places[:, None] - keys.places[None, :], window)
+    seen = visible(queries.places[:, None] - keys.places[None, :], window, causal)
     if queries.documents is None or keys.documents is None:
         return seen[None, None]
     return (seen & (queries.documents[:, :, None] == keys.documents[:, None, :])).unsqueeze(1)
@@ -364,6 +379,7 @@ class Attention(nn.Module):
         rotates: bool = True,
         output_gate: bool = False,
         sinks: bool = False,
+        causal: bool = True,
         core: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
@@ -372,7 +388,9 @@ class Attention(nn.Module):
         self.output_gate = output_gate
         self.rotates = rotates
         self.soft_cap = soft_cap
-        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks)
+        self.core: AttentionCore = LocalAttention(
+            core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks, causal=causal
+        )
         self.window = window
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
         self.scale = scale or 1 / sqrt(context.head_dim)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GQA(Component):
-    """Causal attention with rotary positions and grouped key-value heads (Ainslie et al., 2023).
+    """Attention with rotary positions and grouped key-value heads (Ainslie et al., 2023).
 
     The model's `kv_heads` sets the number of key-value heads: `heads` is multi-head attention, 1 is multi-query attention. With a
     `window`, every layer is local except those that `global_every` or `global_layers` select.
@@ -26,6 +26,9 @@ class GQA(Component):
 
     key_class: ClassVar = IDENTITY
 
+    causal: bool = True
+    """Whether a token sees only earlier tokens; without it, a token sees its whole document, which needs an objective such as
+    `masked_lm`. Such a model cannot generate text token by token."""
     qkv_bias: bool = False
     """Whether the projections to q, k and v have biases."""
     output_bias: bool = False
@@ -62,10 +65,17 @@ class GQA(Component):
             raise ValueError("global_every and global_layers exclude each other; set one")
         if self.window is None and (self.global_every is not None or self.global_layers is not None):
             raise ValueError("global_every and global_layers need a window; without one every layer is global")
+        if not self.causal and self.window is not None:
+            raise ValueError("causal = false does not support a window; remove window, or set causal = true")
         if self.core == "varlen" and self.soft_cap is not None:
             raise ValueError("core 'varlen' does not support soft_cap; use 'flex', 'sdpa' or 'auto'")
         if self.core == "varlen" and self.sinks:
             raise ValueError("core 'varlen' does not support sinks; use 'flex', 'sdpa' or 'auto'")
+
+    @property
+    def feature(self) -> str:
+        """Name of what tests must prove in each layout; empty for causal attention, which all tests have."""
+        return "" if self.causal else "bidirectional"
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[GQA]":
@@ -78,6 +88,7 @@ class GQA(Component):
             cls(nope_every=1),
             cls(output_gate=True),
             cls(sinks=True, window=3),
+            cls(causal=False),
         )
 
     def check(self, context: BlockContext) -> None:
@@ -134,6 +145,7 @@ class GQA(Component):
             rotates=self.rotates_at(context.layer),
             output_gate=self.output_gate,
             sinks=self.sinks,
+            causal=self.causal,
             core=self.core,
         )
 

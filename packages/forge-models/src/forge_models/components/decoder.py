@@ -143,6 +143,11 @@ class DecoderConfig(Component):
             check: Any = getattr(part, "check", None)
             if check is not None:
                 check(shape.context(0))
+        if self.mtp is not None and not shape.causal:
+            raise ValueError(
+                "attention.causal = false does not support [model.mtp], because a token already sees those that MTP modules "
+                "predict; remove one"
+            )
         if shape.moe is not None:
             self._check_experts(shape.moe, shape.mlp)
         if self.lora is not None:

@@ -232,7 +232,7 @@ class FusedCoreOperator:
     """
 
     def __init__(self, inner: AttentionCore) -> None:
-        self.capped = getattr(inner, "capped", False)
+        self.capped, self.causal = getattr(inner, "capped", False), getattr(inner, "causal", True)
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> "Causal":
         """Returns whether only future positions are hidden."""
@@ -260,8 +260,8 @@ class FusedCoreOperator:
         if q.dtype == torch.float64 or (
             q.dtype == torch.float32 and shared.only and soft_cap is None and q.shape[1] != k.shape[1]
         ):
-            return attention_math(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])[0]
-        return attention_cudnn(q, k, v, None, True, is_causal=True, scale=scale)[0]
+            return attention_math(q, k, v, is_causal=self.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])[0]
+        return attention_cudnn(q, k, v, None, True, is_causal=self.causal, scale=scale)[0]
 
 
 @dataclass(frozen=True)

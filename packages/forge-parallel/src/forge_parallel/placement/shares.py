@@ -81,11 +81,17 @@ def exchange_refusal(units: Mapping[str, int], cp: int, tp: int) -> str | None:
     )
 
 
-def ring_refusal(core: str, capped: bool) -> str | None:
-    """Checks that the attention core named `core` can run block by block in a ring."""
+def ring_refusal(attention: str, capped: bool, causal: bool = True) -> str | None:
+    """Checks that the attention named `attention`, a key of the recipe or a path in the model, can run block by block in a
+    ring."""
+    if not causal:
+        return (
+            f"transforms.context.kind = 'ring' supports causal attention only, but {attention} sees later tokens too; use "
+            "'all_gather' or 'ulysses'"
+        )
     if not capped:
         return None
-    return f"transforms.context.kind = 'ring' does not support the soft cap of {core}; use 'all_gather' or 'ulysses'"
+    return f"transforms.context.kind = 'ring' does not support the soft cap of {attention}; use 'all_gather' or 'ulysses'"
 
 
 def mtp_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:

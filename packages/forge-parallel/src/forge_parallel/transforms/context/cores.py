@@ -168,6 +168,6 @@ def _placed(name: str, core: Any) -> PositionedCore:
 
 
 def _uncapped(name: str, core: Any) -> AttentionCore:
-    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False)):
+    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False), getattr(core, "causal", True)):
         raise PlanError(why)
     return core
