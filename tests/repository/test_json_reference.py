@@ -187,6 +187,14 @@ SLOW: list[tuple[str, int, tuple[str, ...]]] = [
     ("evaluate", 0, ("runs/one",)),
     ("generate", 0, ("runs/one", "--prompt", "def", "--max-tokens", "2")),
     ("prepare", 0, ("debug", "--job.name=prepared")),
+    (
+        "teach",
+        0,
+        (
+            *("debug", "logits", "--objective.name=distillation", "--objective.teacher=runs/one", "--objective.top_k=3"),
+            *("--data.sources=[{name='text',path='texts.jsonl'}]", "--data.evaluation={}", "--data.packing=pad", "--hooks=[]"),
+        ),
+    ),
     ("data mix", 0, ("debug", "--plan")),
     ("data show", 0, ("debug", "--rows", "1")),
     ("data diff", 1, ("runs/one", "runs/two")),

@@ -303,6 +303,9 @@ def distilled(place: Path, printed: str) -> None:
     rows = [line for line in lines_of(place / "runs/student") if "kl" in line and "loss" in line]
     assert all(row["loss"] == pytest.approx(0.5 * row["nll"] + 0.5 * row["kl"], rel=1e-4) for row in rows)
     assert rows[-1]["kl"] < rows[0]["kl"]
+    stored = [line for line in lines_of(place / "runs/small") if "kl" in line and "loss" in line]
+    assert stored[-1]["kl"] < stored[0]["kl"]
+    assert json.loads((place / "logits/manifest.json").read_text())["top_k"] == 16
 
 
 def filled(place: Path, printed: str) -> None:

@@ -96,6 +96,7 @@ PARTS = {
         "report": "forge_train.commands.reports:report",
         "profile": "forge_train.commands.reports:profile",
         "runs": "forge_train.commands.runs:runs",
+        "teach": "forge_train.commands.teach:teach",
         "doctor": "forge_train.commands.doctor:doctor",
         "skills": "forge_train.commands.skills:skills",
         "init": "forge_train.commands.init:init",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from forge_core.batch import IGNORE
-from forge_core.component import IDENTITY, Component, Place
+from forge_core.component import FREE, IDENTITY, Component, Place
 from forge_core.features import Feature
 from forge_core.protocols.model import LossTerms
 
@@ -123,13 +123,21 @@ class Distillation(Component):
     """Metrics that evaluations report in place of the perplexity."""
 
     teacher: Annotated[str, Place]
-    """Weights of the teacher: a run, a checkpoint, or a folder in the Hugging Face format."""
+    """Weights of the teacher: a run, a checkpoint, or a folder in the Hugging Face format. With `stored`, they are only compared
+    with those of the store; `sha256:HASH`, which `forge-train teach` prints, then stands for weights that are elsewhere."""
+    stored: Annotated[str | None, FREE, Place] = None
+    """Folder that `forge-train teach` has written, with the `top_k` most likely words of the teacher for all rows of the data; no
+    rank then holds the teacher. When absent, the teacher runs."""
     weight: Annotated[float, Gt(0), Le(1)] = 0.5
     """Share of the divergence in the loss; the rest is the negative log-likelihood of the labels."""
     temperature: Annotated[float, Gt(0)] = 1.0
     """Divides the logits of both models in the divergence; above 1, unlikely words count more."""
     top_k: Annotated[int, Gt(0)] | None = None
     """Number of most likely words of the teacher, renormalized, that are its distribution; unset (`"none"`), all words."""
+
+    def __post_init__(self) -> None:
+        if self.stored is not None and self.top_k is None:
+            raise ValueError("stored has the most likely words only; set top_k to their number")
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Distillation]":

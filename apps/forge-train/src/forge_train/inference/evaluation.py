@@ -108,7 +108,7 @@ def scores(
             raise ForgeError(f"{weights.facts.origin} is no checkpoint of a run, so it has no reference; evaluate the run")
         objective = stored_reference(objective, workspace, weights.meta)
     if hasattr(objective, "with_teacher"):
-        objective = taught(objective, job, model.topology, registry, tokenizer)
+        objective = taught(objective, job, model.topology, registry, tokenizer, [held_out.source for held_out in sets.values()])
     topology, step = model.topology, Step(model, objective)
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
