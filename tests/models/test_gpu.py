@@ -71,6 +71,18 @@ def test_sinks_equal_those_of_the_masked_kernel(kind, window, packed):
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = result(LocalAttention("sdpa", sinks=True), exact, documents, window, None)
     found = result(LocalAttention(kind, sinks=True), inputs, documents, window, None)
+@pytest.mark.parametrize("kind", ["auto", "flex", "varlen"])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_bidirectional_kernel_equals_the_masked_one(kind, soft_cap, packed):
+    if kind == "varlen" and soft_cap is not None:
+        pytest.skip("refused by the component")
+    documents = (torch.arange(LENGTH, device="cuda") // 100).int().expand(2, -1).contiguous() if packed else None
+    inputs = drawn(torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    capped = soft_cap is not None
+    expected = result(LocalAttention("sdpa", capped=capped, causal=False), exact, documents, None, soft_cap)
+    found = result(LocalAttention(kind, capped=capped, causal=False), inputs, documents, None, soft_cap)
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max())
 
