@@ -57,6 +57,10 @@ def test_sdpa_and_written_out(documents, soft_cap) -> None:
     core = LocalAttention("sdpa", capped=soft_cap is not None, causal=False)
     found = core(q, k, v, core.prepare(documents, 9, None, CPU), 0.7, soft_cap)
     torch.testing.assert_close(found, by_hand(q, k, v, documents, 0.7, soft_cap), rtol=1e-10, atol=1e-12)
+    order = torch.tensor([4, 0, 8, 1, 7, 2, 6, 3, 5])  # keys in any order, as ranks that share a row hold them
+    keys = PositionedTokens(order, None if documents is None else documents[:, order])
+    shared = core.prepare_placed(PositionedTokens(torch.arange(9), documents), keys, None)
+    torch.testing.assert_close(core(q, k[:, :, order], v[:, :, order], shared, 0.7, soft_cap), found, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -94,6 +98,23 @@ def test_variable_length_kernels_get_a_window_without_ends(monkeypatch, document
     found = LocalAttention("varlen", causal=False)(q, k, v, shared, 0.7)
     torch.testing.assert_close(found, by_hand(q, k, v, documents, 0.7), rtol=1e-10, atol=1e-12)
     assert given["window"] == (-1, -1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_kernel_of_a_gpu_is_told(monkeypatch, causal) -> None:
+    for name in ("has_flex", "takes_lengths", "is_hopper"):
+        monkeypatch.setattr(module.accelerator, name, lambda *_: True)
+    for name in ("block_mask", "placed_block_mask"):
+        monkeypatch.setattr(module, name, lambda *given: given[-1])
+    row = PositionedTokens(torch.arange(9), DOCUMENTS)
+    flex = LocalAttention("flex", causal=causal)
+    assert flex.prepare(DOCUMENTS, 9, None, CPU) is flex.prepare_placed(row, row, None) is causal
+    starts, x = torch.tensor([0, 3, 7, 8, 9, 18], dtype=torch.int32), torch.zeros(1, dtype=torch.bfloat16)
+    for kind in ("varlen", "auto"):
+        core = LocalAttention(kind, width=16, causal=causal)
+        assert core.prepare_packed(DOCUMENTS, starts, 9, None, x).causal is causal
+    assert LocalAttention("varlen", causal=causal).prepare(DOCUMENTS, 9, None, CPU).causal is causal
+    assert LocalAttention("auto", causal=causal).prepare(None, 9, None, CPU).causal is causal
 
 
 def test_the_order_of_kernels_of_a_gpu_hides_nothing(monkeypatch) -> None:

@@ -111,6 +111,13 @@ def test_the_mask_of_a_row_is_that_of_every_version() -> None:
     wanted = [position for position in range(1, 30) if units[4 * position] < 0.3]
     found = MaskedLMLoss(MASK, VOCAB, ratio=0.3, random=0.0, kept=0.0, seed=5).prepared(rows_of(many(1, 30).tokens, samples=(9,)))
     assert (found.labels[0] != IGNORE).nonzero().flatten().tolist() == wanted and len(wanted) > 3
+    batch = rows_of(many(1, 30).tokens, samples=(9,), starts=(12,))
+    weights = MaskedDiffusionLoss(MASK, smallest=0.2, seed=5).prepared(batch).targets[WEIGHTS][0].tolist()
+    for first, after in ((0, 12), (12, 30)):
+        ratio = 0.2 + 0.8 * units[4 * first + 3]
+        places = [position for position in range(first + 1, after) if units[4 * position] < ratio]
+        assert [position for position in range(first, after) if weights[position]] == places and places
+        assert all(weights[position] == pytest.approx(1 / ratio, rel=1e-12) for position in places)
 
 
 @pytest.mark.parametrize("per", ["document", "row"])
@@ -181,9 +188,9 @@ def test_losses_and_gradients_equal_whole_logits(make, tokens, soft_cap) -> None
 
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"random 0\.6 and kept 0\.5 exceed 1"):
-        MaskedLM(mask_token=3, random=0.6, kept=0.5, vocab_size=4)
+        MaskedLM(mask_id=3, random=0.6, kept=0.5, vocab_size=4)
     with pytest.raises(DataError, match=r"prepare it with objective\.prepared"):
-        MaskedDiffusion(mask_token=3).build().bound(many(1, 8))
+        MaskedDiffusion(mask_id=3).build().bound(many(1, 8))
     with pytest.raises(DataError, match=r"call objective\.bound"):
         MaskedDiffusionLoss(3)(None, None, None)  # type: ignore[arg-type]
 
@@ -201,7 +208,7 @@ BOTH = ["--model.attention.name=gqa", "--model.attention.causal=false"]
             "model.name",
             "is causal",
         ),
-        ([*BOTH, "--objective.name=masked_diffusion", "--objective.mask_token=100000"], 1, "objective.mask_token", "is not in"),
+        ([*BOTH, "--objective.name=masked_diffusion", "--objective.mask_id=100000"], 1, "objective.mask_id", "is not in"),
         ([*BOTH, "--objective.name=masked_lm", "--objective.vocab_size=100000"], 1, "objective.vocab_size", "exceeds"),
         ([*BOTH, "--objective.name=masked_diffusion", "--parallel.cp=2"], 2, "parallel.cp", "needs whole rows"),
         (
@@ -213,7 +220,7 @@ BOTH = ["--model.attention.name=gqa", "--model.attention.causal=false"]
     ],
 )
 def test_recipes_that_do_not_fit_are_refused_by_name(given: list[str], world: int, key: str, what: str) -> None:
-    token = [] if any("mask_token" in option for option in given) else ["--objective.mask_token=3"]
+    token = [] if any("mask_id" in option for option in given) else ["--objective.mask_id=3"]
     with pytest.raises(ConfigError) as error:
         load_recipe("debug", ["--hooks=[]", *given, *token], world)
     assert any(fault.key == key and what in fault.message for fault in error.value.faults), error.value.faults

@@ -200,9 +200,9 @@ def objective_of(row: frozenset[str]) -> Any:
     if "distillation" in row:
         return Distillation(teacher="of the checks", weight=0.7, temperature=1.5)
     if "masked_lm" in row:
-        return MaskedLM(mask_token=VOCAB - 1, ratio=0.5, vocab_size=VOCAB)
+        return MaskedLM(mask_id=VOCAB - 1, ratio=0.5, vocab_size=VOCAB)
     if "masked_diffusion" in row:
-        return MaskedDiffusion(mask_token=VOCAB - 1)
+        return MaskedDiffusion(mask_id=VOCAB - 1)
     return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
 
 

@@ -32,7 +32,7 @@ attention = { name = "gqa", causal = false }
 
 [objective]
 name = "masked_diffusion"
-mask_token = 257
+mask_id = 257
 
 [data]
 sequence_length = 48
@@ -86,7 +86,7 @@ name = "save"
 OBJECTIVES = {
     "masked_lm": [
         "--objective.name=masked_lm",
-        "--objective.mask_token=257",
+        "--objective.mask_id=257",
         "--objective.vocab_size=257",
         "--objective.ratio=0.4",
     ],

@@ -126,10 +126,10 @@ def direction_fits(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001
             what = f"{class_name(hook)} generates text, which a model with {key} = false cannot"
             yield Fault(f"hooks.{index}.name", what, hint="remove the hook")
     rows = getattr(model, "vocab_size", None)
-    for key in ("mask_token", "vocab_size"):
+    for key in ("mask_id", "vocab_size"):
         used = getattr(objective, key, None)
-        if isinstance(used, int) and isinstance(rows, int) and used + (key == "mask_token") > rows:
-            what = f"{used} is not in the model's vocabulary of {rows} ids" if key == "mask_token" else f"{used} exceeds {rows}"
+        if isinstance(used, int) and isinstance(rows, int) and used + (key == "mask_id") > rows:
+            what = f"{used} is not in the model's vocabulary of {rows} ids" if key == "mask_id" else f"{used} exceeds {rows}"
             yield Fault(f"objective.{key}", what, hint=f"lower it, or raise model.vocab_size = {rows}")
 
 

@@ -62,7 +62,7 @@ class MaskedLMLoss(BatchObjective):
 
     def __init__(
         self,
-        mask_token: int,
+        mask_id: int,
         vocab_size: int,
         ratio: float = 0.15,
         random: float = 0.1,
@@ -71,14 +71,14 @@ class MaskedLMLoss(BatchObjective):
     ) -> None:
         """
         Args:
-            mask_token: id that replaces a chosen token.
+            mask_id: id that replaces a chosen token.
             vocab_size: number of ids from which random tokens are drawn.
             ratio: probability of a token to be chosen.
             random: share of chosen tokens that are replaced by a random id below `vocab_size` instead.
             kept: share of chosen tokens that stay.
             seed: seed of all choices.
         """
-        self.mask_token, self.vocab_size, self.seed = mask_token, vocab_size, seed
+        self.mask_id, self.vocab_size, self.seed = mask_id, vocab_size, seed
         self.ratio, self.random, self.kept = ratio, random, kept
 
     def prepared(self, batch: Batch) -> Batch:
@@ -86,7 +86,7 @@ class MaskedLMLoss(BatchObjective):
         drawn = draws(batch, self.seed)
         chosen = may_be_hidden(batch) & (drawn[..., 0] < self.ratio)
         tokens, what = batch.tokens.numpy(), drawn[..., 1]
-        new = np.where(what < self.kept + self.random, (drawn[..., 2] * self.vocab_size).astype(np.int64), self.mask_token)
+        new = np.where(what < self.kept + self.random, (drawn[..., 2] * self.vocab_size).astype(np.int64), self.mask_id)
         new = np.where(what < self.kept, tokens, new)
         return _hidden(batch, chosen, np.where(chosen, new, tokens))
 
@@ -99,17 +99,15 @@ class MaskedLMLoss(BatchObjective):
 class MaskedDiffusionLoss(BatchObjective):
     """The sum over hidden tokens of nll / t, divided by the number of tokens that may be hidden."""
 
-    def __init__(
-        self, mask_token: int, per: Literal["document", "row"] = "document", smallest: float = 1e-3, seed: int = 0
-    ) -> None:
+    def __init__(self, mask_id: int, per: Literal["document", "row"] = "document", smallest: float = 1e-3, seed: int = 0) -> None:
         """
         Args:
-            mask_token: id that replaces a hidden token.
+            mask_id: id that replaces a hidden token.
             per: what has a t of its own.
             smallest: minimum t; t is uniform in [smallest, 1].
             seed: seed of all choices.
         """
-        self.mask_token, self.smallest, self.seed = mask_token, smallest, seed
+        self.mask_id, self.smallest, self.seed = mask_id, smallest, seed
         self.per: Literal["document", "row"] = per
 
     def prepared(self, batch: Batch) -> Batch:
@@ -128,7 +126,7 @@ class MaskedDiffusionLoss(BatchObjective):
             WEIGHTS: torch.from_numpy(np.where(chosen, 1 / ratio, 0.0)),
             COUNTS: torch.from_numpy(allowed.sum(1, dtype=np.int64)),
         }
-        tokens = np.where(chosen, self.mask_token, batch.tokens.numpy())
+        tokens = np.where(chosen, self.mask_id, batch.tokens.numpy())
         return replace(_hidden(batch, chosen, tokens), targets={**batch.targets, **targets})
 
     def counts(self, batch: Batch) -> Tensor:

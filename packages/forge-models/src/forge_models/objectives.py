@@ -164,14 +164,14 @@ class MaskedLM(Component):
     evaluated: ClassVar[tuple[str, ...]] = ("nll",)
     """Metrics that evaluations report in place of the perplexity."""
 
-    mask_token: Annotated[int, Ge(0)]
+    mask_id: Annotated[int, Ge(0)]
     """Token id that stands for a hidden token."""
     vocab_size: Annotated[int, Gt(0)]
     """Number of token ids from which random tokens are drawn: that of the tokenizer."""
     ratio: Annotated[float, Gt(0), Lt(1)] = 0.15
     """Probability with which a token is chosen."""
     random: Annotated[float, Ge(0), Le(1)] = 0.1
-    """Share of chosen tokens that a random token replaces, instead of `mask_token`."""
+    """Share of chosen tokens that a random token replaces, instead of `mask_id`."""
     kept: Annotated[float, Ge(0), Le(1)] = 0.1
     """Share of chosen tokens that stay as they are."""
     seed: Annotated[int, Ge(0)] = 0
@@ -184,7 +184,7 @@ class MaskedLM(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MaskedLM]":
         """Returns examples with and without random tokens."""
-        return (cls(mask_token=1, vocab_size=8, ratio=0.5), cls(mask_token=1, vocab_size=8, random=0.0, kept=0.0, ratio=0.5))
+        return (cls(mask_id=1, vocab_size=8, ratio=0.5), cls(mask_id=1, vocab_size=8, random=0.0, kept=0.0, ratio=0.5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class MaskedDiffusion(Component):
     predicts_next: ClassVar[bool] = False
     """False: labels are no next tokens, so multi-token prediction is refused."""
 
-    mask_token: Annotated[int, Ge(0)]
+    mask_id: Annotated[int, Ge(0)]
     """Token id that stands for a hidden token."""
     per: Literal["document", "row"] = "document"
     """What has a t of its own: each document of a row, or each row."""
@@ -219,4 +219,4 @@ class MaskedDiffusion(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[MaskedDiffusion]":
         """Returns an example for documents and one for rows."""
-        return (cls(mask_token=1), cls(mask_token=1, per="row", smallest=0.2))
+        return (cls(mask_id=1), cls(mask_id=1, per="row", smallest=0.2))
