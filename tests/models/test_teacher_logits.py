@@ -78,6 +78,8 @@ def test_rows_are_found_by_their_content_in_any_order(make, tokens, tmp_path) ->
     best = logits[keep].sort(1, descending=True)
     assert torch.equal(whole[STORED_WORDS][keep].long(), best.indices[:, :2])
     torch.testing.assert_close(whole[STORED_LOGITS][keep], best.values[:, :2], rtol=1e-12, atol=1e-12)
+    known = row_keys(batch)[0]
+    assert store.of_row(known) is not None and store.of_row(known[:8] + bytes(8)) is store.of_row(bytes(16)) is None
     assert len(set(row_keys(batch))) == 4 and objective.prepared(objective.prepared(batch)).targets.keys() == whole.keys()
 
 
