@@ -174,7 +174,7 @@ def order_of(monkeypatch):
         monkeypatch.setattr(module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
         monkeypatch.setattr(module.attention, "activate_flash_attention_impl", activated.append)
         module._order.cache_clear()
-        return module.causal("cuda:0"), activated
+        return module.whole_rows("cuda:0"), activated
 
     yield order
     module._order.cache_clear()
@@ -201,7 +201,7 @@ def test_on_an_accelerator_where_it_is_not_proven_flex_is_never_taken(monkeypatc
     auto = LocalAttention()
     monkeypatch.setattr("forge_models.blocks.attention.mask", lambda *given: given)
     assert auto.prepare(None, 9, None, there) is None, "nothing to mask, nothing to say"
-    assert auto.prepare(DOCUMENTS, 9, None, there) == (DOCUMENTS, 9, None, there)
+    assert auto.prepare(DOCUMENTS, 9, None, there) == (DOCUMENTS, 9, None, there, True)
     auto.prepare(DOCUMENTS, 9, None, there)
     kind = "ROCm" if hip else "xpu"
     said = [f"this accelerator ({kind}) has no tested flex attention" in one.message for one in caplog.records]
