@@ -15,6 +15,7 @@ from forge_models.blocks import attention as module
 from forge_models.blocks.attention import LocalAttention, mask
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.recurrent import Hybrid
 from forge_models.flops import count_flops
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import misfits
@@ -213,6 +214,8 @@ def test_caches_and_generation_are_refused(make, tokens) -> None:
 def test_keys_that_do_not_go_together_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="causal = false does not support a window"):
         GQA(causal=False, window=4)
+    with pytest.raises(ValueError, match=r"full\.causal = false does not go with recurrent layers"):
+        Hybrid(full=GQA(causal=False))
     with pytest.raises(ValueError, match=r"attention\.causal = false does not support \[model\.mtp\]"):
         DecoderConfig(dim=32, heads=4, mtp=MTPConfig(), **BOTH)
     with pytest.raises(ValueError, match=r"'vlm' does not support attention\.causal = false"):

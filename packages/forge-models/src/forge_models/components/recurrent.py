@@ -136,6 +136,8 @@ class Hybrid(Component):
     def __post_init__(self) -> None:
         if self.full_every is not None and self.kinds is not None:
             raise ValueError("full_every and kinds exclude each other; set one")
+        if not getattr(self.full, "causal", True):
+            raise ValueError("full.causal = false does not go with recurrent layers, which are causal; set it to true")
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Hybrid]":
