@@ -336,6 +336,7 @@ def _constraints(torch: str) -> Path:
     """Writes the constraints with another release of torch, such as 2.11, or with any if it is empty; returns the file."""
     place = ROOT / ".nox" / f"constraints-torch-{torch or 'any'}.txt"
     lines = [line for line in CONSTRAINTS.open() if not line.startswith("torch==")]
+    place.parent.mkdir(exist_ok=True)
     place.write_text("".join([*lines, f"torch=={torch}.*\n"] if torch else lines))
     return place
 
