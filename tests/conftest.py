@@ -41,6 +41,15 @@ def world() -> Iterator[World]:
     pool.close()
 
 
+@pytest.fixture
+def newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules refuse what they refuse on the newest torch. Their other rules do not depend on the release, but torch 2.11 and
+    2.12 do not split a backward at all."""
+    from forge_parallel.pipeline import schedules
+
+    monkeypatch.setattr(schedules, "_torch_release", lambda: schedules.SPLITS_BACKWARD)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     """Objects behind `memory://` belong to the process: without this, one test finds those of another."""

@@ -112,7 +112,9 @@ def test_forwards_that_an_error_ended_are_over() -> None:
         assert state._training_state.name == "FORWARD"
         private.end_forward(module)
         assert state._training_state.name == "IDLE"
-        assert [group._training_state.name for group in state._fsdp_param_groups] == ["IDLE"]
+        # torch 2.11 has one group of parameters, later releases a list
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        assert [group._training_state.name for group in groups] == ["IDLE"]
     private.forget_meshes()
 
 

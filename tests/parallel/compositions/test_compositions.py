@@ -102,6 +102,7 @@ def test_three_axes_and_more_equal_one_process(world: World, row: frozenset[str]
     equals_one_process(world, row)
 
 
+@pytest.mark.usefixtures("newer_torch")
 def test_every_row_is_a_recipe_with_just_its_features() -> None:
     base = load_recipe("debug", ["--hooks=[]"], 1, Registry()).job
     for kind, rows in ROWS.items():

@@ -43,6 +43,7 @@ def test_a_balanced_split_counts_modules_and_every_use_of_the_head() -> None:
         assert [sum(path.startswith("blocks.") for path in stage) for stage in found.stages] == expected
 
 
+@pytest.mark.usefixtures("newer_torch")
 def test_depth_two_is_refused_with_split_backwards() -> None:
     with pytest.raises(PlanError, match=r"'zbv'.*prediction of depth 2"):
         cut(ZeroBubbleV(), split="1,1,1,1")

@@ -92,6 +92,7 @@ def test_a_split_that_cannot_be_read_is_a_fault_of_the_recipe(text: str) -> None
 
 @pytest.mark.parametrize("component", SCHEDULES, ids=lambda component: component.build().name)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.usefixtures("newer_torch")
 def test_refusals_are_those_of_torch(component: Any, ranks: int) -> None:
     """A number of micro-batches is refused exactly where torch's schedule would raise, and a number that is offered works."""
     schedule: TorchSchedule = component.build()
@@ -124,6 +125,7 @@ def test_every_stage_meets_every_micro_batch_once(component: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("micro_batches", [8, 16, 32])
+@pytest.mark.usefixtures("newer_torch")
 def test_bubbles_have_the_closed_form(ranks: int, micro_batches: int) -> None:
     """Forward 1, backward 2 = 1 + 1: (p - 1) / M for GPipe and 1F1B, divided by the stages per rank when interleaved
     (Narayanan et al., 2021); what zero-bubble schedules leave is the way of the first forward to the last rank, p - 1 units
@@ -178,6 +180,7 @@ def _job(component: Any, split: str = "balanced", rows: int = 16, layers: int | 
     )
 
 
+@pytest.mark.usefixtures("newer_torch")
 def test_faults_of_a_recipe_name_their_keys() -> None:
     layout = Layout.parse("pp4dp2")
     assert list(pipeline_fits(_job(orders.GPipe()), layout)) == []

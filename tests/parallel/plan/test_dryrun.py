@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from forge_core.errors import ForgeError, LayoutError
+from forge_core.errors import ForgeError, LayoutError, PlanError
 from forge_core.layout import Layout
 from forge_models.blocks import head
 from forge_models.components.attentions import GQA, MLA
@@ -26,11 +27,13 @@ from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.optimizers import AdamWConfig
+from forge_parallel.pipeline import schedules
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import GPipe, Interleaved, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
+from forge_parallel.torch_private import FakeTensorMode, forget_meshes
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
@@ -390,6 +393,62 @@ def test_a_ledger_sees_storages_come_shrink_and_go() -> None:
     assert ledger.record().at(place) == {"mine": 400}
     assert ledger.record().peak() == {"mine": 400, "communication": 400}
     assert ledger.record().at(ledger.here()) == {}
+
+
+def test_a_ledger_skips_the_tensors_by_which_dtensor_finds_shapes() -> None:
+    """DTensor runs an operator on tensors of whole shapes, which no rank allocates. torch 2.11 does for every fused update."""
+    with fake_world(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode():
+            weights = [DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)], run_check=False) for _ in range(6)]
+            step = [torch.zeros(())]
+            forget_meshes()  # nothing is known about the update
+            ledger = Ledger()
+            with ledger.open():
+                rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+                one, other, *states = ([weight] for weight in weights)
+                torch._fused_adamw_(one, other, *states[:2], [], step, amsgrad=False, maximize=False, **rates)
+                doubled = one[0] + one[0]
+            assert doubled.shape == (16, 4)
+            assert ledger.record().peak() == {"activations and work": 8 * 4 * 4}
+    forget_meshes()
+
+
+class _Odd:
+    """The schedule 1f1b, which refuses an even number of micro-batches. So no number is supported together with its double."""
+
+    def __init__(self) -> None:
+        self._schedule = OneForwardOneBackward().build()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._schedule(*arguments)
+
+    def refusal(self, ranks: int, micro_batches: int) -> str | None:
+        return (
+            f"{micro_batches} micro-batches are even" if micro_batches % 2 == 0 else self._schedule.refusal(ranks, micro_batches)
+        )
+
+
+def test_a_schedule_that_supports_few_numbers_runs_all_of_its_micro_batches() -> None:
+    plan, plain = (Plan.of([], Layout.parse("pp2"), Pipeline(given)) for given in (_Odd(), OneForwardOneBackward().build()))
+    assert dry_runs(replace(MODELS["decoder"], micro_batches=3), plan, (0, 1)) == dry_runs(
+        replace(MODELS["decoder"], micro_batches=3), plain, (0, 1)
+    )
+    with pytest.raises(PlanError, match="6 micro-batches are even"):
+        dry_runs(replace(MODELS["decoder"], micro_batches=6), plan, (0,))
+
+
+@pytest.mark.parametrize("micro_batches", [4, 64])
+def test_a_schedule_that_torch_is_too_old_for_is_refused_in_a_dry_run(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    monkeypatch.setattr(schedules, "_torch_release", lambda: (2, 11))
+    plan = Plan.of([], Layout.parse("pp2"), Pipeline(ZeroBubbleV().build()))
+    with pytest.raises(PlanError, match=r"zbv splits the backward, which is proven from torch 2\.13 on"):
+        dry_run(replace(MODELS["decoder"], micro_batches=micro_batches), plan)
 
 
 def test_compilation_is_left_out() -> None:

@@ -456,6 +456,8 @@ def test_messages_of_a_pipeline_are_those_of_a_dry_run(component: Any, reshard: 
     """The rank with the first stage: blocks are gathered once in a step, or before each action that finds them freed; gradients
     are reduced once."""
     place, pipeline = Layout.parse("pp2dp2"), Pipeline(component.build())
+    if why := pipeline.schedule.refusal(place.pp, 4):  # this torch is too old for halves of a backward
+        pytest.skip(why)
     workload = Workload(DENSE.build, CrossEntropy().build(), AdamWConfig().build, rows=8, length=256, micro_batches=4)
     flows = dry_run(workload, Plan.of([FullyShard(reshard=reshard)], place, pipeline)).flows
     counted = {flow.kind: flow.wire for flow in flows if flow.axis == "dp_shard"}

@@ -220,6 +220,26 @@ def look_at_parameters_again(module: Any) -> None:
             group.lazy_init()
 
 
+@contextmanager
+def around_shapes(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Context in which DTensor enters `around()` while it computes the global shapes of results, by running the operator on fake
+    tensors. It caches them, but torch 2.11 computes those of a fused optimizer in every step."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, computed)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, original)
+
+
 def forget_meshes() -> None:
     """Empties DTensor's caches, which hold meshes of destroyed groups."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -170,9 +169,11 @@ def dry_runs(
     if plan.pipeline is not None:
         # Ranks of other stages need the names of the objective's metrics from the last stage, so that stage runs first.
         layout = plan.layout
+        if why := plan.pipeline.schedule.refusal(layout.pp, workload.micro_batches):
+            raise PlanError(why)
         last, stride = plan.pipeline.placement(layout.pp)[-1], layout.world // layout.pp
         scoring = next((rank for rank in ranks if rank // stride == last), last * stride)
-        once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(plan))
+        once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(plan, workload.micro_batches))
         done[scoring], metrics = run(once, plan, scoring, ())
     for rank in ranks:
         if rank not in done:
@@ -180,13 +181,13 @@ def dry_runs(
     return [done[rank] for rank in ranks]
 
 
-def _fewest(plan: Plan) -> int:
-    """Returns the smallest number of micro-batches that a step supports, if it also supports twice as many."""
+def _fewest(plan: Plan, wanted: int) -> int:
+    """Returns the smallest number of micro-batches that a step supports, if it also supports twice as many; at most `wanted`."""
     if plan.pipeline is None:
         return 1
     schedule, stages = plan.pipeline.schedule, plan.layout.pp
-    legal = (n for n in count(1) if not any(schedule.refusal(stages, size) for size in (n, 2 * n)))
-    return next(legal)
+    legal = (n for n in range(1, wanted) if not any(schedule.refusal(stages, size) for size in (n, 2 * n)))
+    return next(legal, wanted)
 
 
 def _run(
@@ -372,7 +373,7 @@ class _Counted:
 
 def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estimate:
     stages, wanted, repeats = model.topology.layout.pp, workload.micro_batches, watch.repeats
-    fewest = _fewest(model.plan)
+    fewest = _fewest(model.plan, wanted)
     optimizer = workload.optimizer(model)
     getattr(optimizer, "shorten", lambda: None)()
     step = Step(model, watch.listening(workload.objective), watch.agreed)

@@ -16,7 +16,7 @@ from forge_parallel.dryrun.attribution import Attribution, Place, Segments, segm
 from forge_parallel.dryrun.record import TOUCHED, WORK, Call, Shares, StepEvent, StepRecord, Unit
 from forge_parallel.dryrun.traffic import SCATTERED, Flow
 from forge_parallel.placement.boxes import plain
-from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
+from forge_parallel.torch_private import TorchDispatchMode, around_shapes, local_part, schema, storage_key, tree_leaves
 
 
 class Ledger(TorchDispatchMode):
@@ -29,6 +29,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, attribution: Attribution | None = None) -> None:
         super().__init__()
         self.attribution = attribution
+        self._paused = False
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: list[int] = []
@@ -38,6 +39,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor of tensors, such as DTensor: operators on its parts are recorded
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         attribution, owners = self.attribution, None
         if attribution is None or attribution.inside:
             out = func(*args, **(kwargs or {}))
@@ -72,10 +75,19 @@ class Ledger(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
         try:
-            with self:
+            with self, around_shapes(self._pause):
                 yield self
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Context that records nothing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def name(self, kind: str, tensors: Iterable[torch.Tensor], *, anew: bool = False) -> None:
         """Classifies the storages of `tensors`; a storage keeps its first class unless `anew` is set."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.specs import Group, Init, Specs, TensorSpec
 from forge_parallel.foreign.weights import SeemingReal, without_memory
-from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, tree_iter, tree_map
+from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, aten, tree_iter, tree_map
 from forge_parallel.transforms.tensor.rules import Role, Rules
 
 NOT_DRAWN = Init("zeros")
@@ -395,6 +395,8 @@ def _guesses(module: nn.Module, rows: int) -> Iterator[Tensor]:
 class _WithoutMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator on the meta device."""
+        if func is aten.embedding.default and args[1].is_floating_point():
+            raise IndexError("an embedding needs integers")  # torch 2.11 computes its shape from any tensor
         with DisableTorchFunction():
             return computed(func, args, kwargs or {})
 

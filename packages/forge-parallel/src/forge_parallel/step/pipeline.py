@@ -55,6 +55,7 @@ class ScheduledStage(PipelineStage):
             group=group,
         )
         self._forward = forward
+        self._scored = loss.dtype if index == count - 1 else None
         self._weights = list(part.parameters())
 
     def forward_maybe_with_nosync(self, *args: Tensor, micro_batch: Tensor) -> Tensor:
@@ -64,6 +65,8 @@ class ScheduledStage(PipelineStage):
             hidden = hidden.view_as(hidden)
             hidden.register_hook(Tensor.contiguous)  # only contiguous gradients can be sent
         out = self._forward(self.stage_index, int(micro_batch), hidden)
+        if self._scored is not None:
+            out = out.to(self._scored)  # of a foreign loss; torch 2.11 checks the dtype
         # The schedule detaches outputs in place after sending them, which torch does not allow for views.
         return out if out.is_contiguous() and not is_view(out) else out.clone(memory_format=torch.contiguous_format)
 
