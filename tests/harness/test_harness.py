@@ -371,3 +371,14 @@ def wait_until(true, seconds: float = 10.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def _refuse(release: str) -> None:
+    raise ValueError(f"zbv splits the backward, which is proven from torch {release} on, and this is torch 2.11; update torch")
+
+
+def test_a_schedule_that_this_torch_is_too_old_for_skips_the_test(world: World) -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"zbv splits .* this is torch 2\.11$"):
+        world.run(_refuse, 1, "2.13")
+    with pytest.raises(WorldFailed, match="any other error"):
+        world.run(_refuse, 1, "any other error")
