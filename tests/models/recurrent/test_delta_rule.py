@@ -42,7 +42,7 @@ def test_every_chunk_and_number_of_heads_with_a_first_state(chunk: int, heads: t
     assert largest(differentiated(gated_delta_rule, given, state=state, chunk=chunk), expected) < 1e-9
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 5, 64])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
 @pytest.mark.parametrize("borders", [(1,), (4,), (5,), (8, 9), (3, 4, 5, 16), (19,)])
 def test_documents_begin_with_an_empty_state(chunk: int, borders: tuple[int, ...]) -> None:
     given = inputs(2, 20)

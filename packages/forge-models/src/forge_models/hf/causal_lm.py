@@ -124,8 +124,9 @@ def _feed_forward(experts: Any, tokens: Tensor, counts: Tensor) -> Tensor:
         rows = adapted_product(experts, name, product, rows, out)
         if chosen is not None:
             rows = rows.where(chosen.any(1, keepdim=True), 0)
-        # A product with rows of 0 and 1 has gradients that are sums in a fixed order, which those of an index are not on a GPU.
-        return rows + chosen.to(rows.dtype) @ getattr(experts, f"{name}_bias") if experts.has_bias else rows
+            if experts.has_bias:  # the gradients of a product are sums in a fixed order, those of an index are not on a GPU
+                rows = rows + chosen.to(rows.dtype) @ getattr(experts, f"{name}_bias")
+        return rows
 
     x = projected(tokens, enter, name)
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)

@@ -33,7 +33,7 @@ class GPTNeoX(Family):
         "attention_dropout": (None, 0, 0.1),  # of the training by its authors; it changes no logit
         "hidden_dropout": (None, 0, 0.1),
     }
-    parts: ClassVar = Family.parts | {"attention": "attention"}
+    parts: ClassVar = {**Family.parts, "attention": "attention"}
     outside: ClassVar = {
         "embed.weight": "gpt_neox.embed_in.weight",
         "norm.weight": "gpt_neox.final_layer_norm.weight",
