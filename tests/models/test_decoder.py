@@ -289,7 +289,8 @@ def test_taps_hear_every_value_and_change_nothing(make, tokens):
     with listening(lambda name, x: seen.update({name: x})):
         heard = model(rows)
     assert torch.equal(quiet, heard)
-    inside = [name for name in INSIDE if not name.startswith(("router", "shared", "attention.latent", "attention.gate", "norm"))]
+    others = ("router", "shared", "norm", *(f"attention.{part}" for part in ("latent", "gate", "beta", "log_decay")))
+    inside = [name for name in INSIDE if not name.startswith(others)]
     assert list(seen) == [
         "embeddings",
         *(f"blocks.{layer}.{name}" for layer in range(2) for name in inside),

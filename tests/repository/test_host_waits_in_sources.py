@@ -24,6 +24,8 @@ COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 ALLOWED = {
     "forge_ckpt/format/tensor_bytes.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
     "forge_models/blocks/attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
+    "forge_models/blocks/cache.py KVCache.counts: tolist": (2, "in generation only, for the text of an error"),
+    "forge_models/blocks/cache.py KVCache.counts: torch.tensor": (1, "in generation only, for rows of unequal lengths"),
     "forge_models/blocks/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/blocks/moe/experts.py _products: tolist": (
         1,

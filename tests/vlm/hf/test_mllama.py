@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[VLM, str]] = {
     "norm": (replace(CROSS, norm=LayerNormConfig()), "norm = LayerNorm"),
     "mlp": (replace(CROSS, mlp=GeGLU()), "mlp = GeGLU"),
     "placement": (replace(CROSS, norm_placement="post"), "norm_placement = 'post'"),
-    "bias": (replace(CROSS, attention=GQA(qkv_bias=True)), "attention = GQA(qkv_bias=True"),
+    "bias": (replace(CROSS, attention=GQA(qkv_bias=True)), "attention = GQA(causal=True, qkv_bias=True"),
     "window": (replace(CROSS, attention=GQA(window=5)), "attention.windows"),
     "head": (replace(CROSS, head_dim=6), "head_dim = 6"),
 }
