@@ -113,7 +113,8 @@ class LocalRecurrence:
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Returns the outputs of all heads, (B, T, heads, value width); see `RecurrentCore`."""
-        state, after = None, list[Tensor]()
+        state: Tensor | None = None
+        after: list[Tensor] = []
         flat = tuple(x.flatten(2) for x in streams)
         if cache is None:
             made = [causal_filter(x, weight, shared) for x, weight in zip(flat, filters, strict=True)]
