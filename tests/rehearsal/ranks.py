@@ -26,8 +26,8 @@ def draws_of_a_cpu() -> Iterator[None]:
     """Initial weights come from the streams of a CPU on every device; CUDA has others."""
     of_device = realize._stream
 
-    def stream(seed: int, name: str, device: torch.device) -> realize.Draw:
-        draw = of_device(seed, name, torch.device("cpu"))
+    def stream(seed: int, name: str, device: torch.device, uniform: bool = False) -> realize.Draw:
+        draw = of_device(seed, name, torch.device("cpu"), uniform)
         return lambda first, last: draw(first, last).to(device)
 
     with pytest.MonkeyPatch.context() as patch:

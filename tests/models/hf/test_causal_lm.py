@@ -61,17 +61,27 @@ def test_experts_of_a_class_run_in_one_grouped_product(name: str, monkeypatch: p
     assert groups
 
 
-def test_rows_of_no_expert_change_no_gradient() -> None:
+def test_rows_of_no_expert_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatcher may append rows that belong to no expert; what a product leaves in them is undefined."""
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=3))
+    experts: Any = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=3))
+    experts._apply_gate = lambda x: torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2]  # its own clamps what is undefined
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     rows, counts = torch.randn(6, 8, generator=generator), torch.tensor([2, 0, 3])
+    own = causal_lm.grouped_products
+
+    def undefined(*given: Any, **options: Any) -> Any:
+        product = own(*given, **options)
+        return lambda rows, weight: torch.cat(
+            [product(rows, weight)[:5], torch.full((len(rows) - 5, weight.shape[1]), torch.nan)]
+        )
+
+    monkeypatch.setattr(causal_lm, "grouped_products", undefined)
 
     def gradients(rows: torch.Tensor) -> list[torch.Tensor]:
         out = causal_lm._feed_forward(experts, rows, counts)
@@ -80,10 +90,32 @@ def test_rows_of_no_expert_change_no_gradient() -> None:
 
     expected = gradients(rows[:5])
     assert all(torch.isfinite(gradient).all() for gradient in expected)
-    rows[5] = float("nan")
     for found, gradient in zip(gradients(rows), expected, strict=True):
         assert torch.equal(found, gradient)
     assert not expected[1][1].any()  # an expert without tokens has a gradient, of zeros
+
+
+def test_outputs_of_experts_pass_the_norm_of_their_class() -> None:
+    from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts: Any = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    rows, counts = torch.randn(5, 8, generator=generator), torch.tensor([2, 3])
+    plain = causal_lm._feed_forward(experts, rows, counts)
+    experts.has_post_expert_norm, experts.post_expert_norm = True, torch.nn.LayerNorm(8)
+    assert torch.equal(causal_lm._feed_forward(experts, rows, counts), experts.post_expert_norm(plain))
+
+
+def test_a_body_is_found_where_the_class_names_none() -> None:
+    """Llama 4 has no attribute of the name that its class gives the body."""
+    model: Any = model_of(config_of("Llama4ForCausalLM"), {})
+    assert model.base_model is model
+    assert model.anatomy.body == "model"
+    assert model.anatomy.head == "lm_head"
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
