@@ -15,78 +15,13 @@ from forge_train.recipe.load import load_recipe
 from forge_train.run.teacher import store_logits
 from harness import commands
 from harness.pool import World
-from train.runs import prepared, train
-
-RECIPE = """
-[job]
-name = "tiny"
-seed = 3
-
-[model]
-name = "decoder"
-dim = 16
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 24
-vocab_size = 257
-max_length = 64
-
-[data]
-sequence_length = 48
-packing = "best_fit"
-tokenizer = { name = "bytes" }
-
-[[data.sources]]
-name = "exercises"
-count = 60
-letters = 3
-held_out = 0.3
-
-[data.evaluation.held_out]
-name = "exercises"
-count = 60
-letters = 3
-split = "held_out"
-held_out = 0.3
-
-[train]
-max_steps = 4
-threads = 1
-global_batch = 4
-micro_batch = 2
-
-[precision]
-compute = "fp64"
-state = "fp64"
-
-[optimizer]
-name = "adamw"
-lr = 3e-3
-
-[schedule]
-name = "constant"
-
-[checkpoint]
-every = 2
-
-[[hooks]]
-name = "log"
-every = 1
-
-[[hooks]]
-name = "evaluate"
-every = 2
-
-[[hooks]]
-name = "save"
-"""
+from train.runs import EXERCISES, prepared, train
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
-    path.write_text(RECIPE)
+    path.write_text(EXERCISES)
     return path
 
 

@@ -12,77 +12,17 @@ from forge_models.masking import MaskedDiffusionLoss, MaskedLMLoss
 from forge_train.inference.evaluation import recipe_for, scores
 from forge_train.inference.stored import load_model, open_weights
 from harness.pool import World
-from train.runs import prepared, train
+from train.runs import EXERCISES, prepared, train
 
-RECIPE = """
-[job]
-name = "tiny"
-seed = 3
-
-[model]
-name = "decoder"
-dim = 16
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 24
-vocab_size = 258
-max_length = 64
+RECIPE = EXERCISES.replace("vocab_size = 257", "vocab_size = 258").replace(
+    "max_length = 64",
+    """max_length = 64
 attention = { name = "gqa", causal = false }
 
 [objective]
 name = "masked_diffusion"
-mask_id = 257
-
-[data]
-sequence_length = 48
-packing = "best_fit"
-tokenizer = { name = "bytes" }
-
-[[data.sources]]
-name = "exercises"
-count = 60
-letters = 3
-held_out = 0.3
-
-[data.evaluation.held_out]
-name = "exercises"
-count = 60
-letters = 3
-split = "held_out"
-held_out = 0.3
-
-[train]
-max_steps = 4
-threads = 1
-global_batch = 4
-micro_batch = 2
-
-[precision]
-compute = "fp64"
-state = "fp64"
-
-[optimizer]
-name = "adamw"
-lr = 3e-3
-
-[schedule]
-name = "constant"
-
-[checkpoint]
-every = 2
-
-[[hooks]]
-name = "log"
-every = 1
-
-[[hooks]]
-name = "evaluate"
-every = 2
-
-[[hooks]]
-name = "save"
-"""
+mask_id = 257""",
+)
 OBJECTIVES = {
     "masked_lm": [
         "--objective.name=masked_lm",
