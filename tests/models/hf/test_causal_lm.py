@@ -294,10 +294,13 @@ def test_a_folder_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> Non
         )
 
 
-def test_a_folder_that_transformers_loads_as_another_model_is_not_written(tmp_path: Path) -> None:
+def test_a_folder_that_transformers_loads_as_another_model_is_neither_written_nor_read(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"YoutuForCausalLM does not give the same logits .*; keep the checkpoint of Forge"):
         HfConverter().write(tmp_path / "folder", walk.Memory(config_of("YoutuForCausalLM")))  # type: ignore[arg-type]
     assert not (tmp_path / "folder").exists()
+    (tmp_path / "config.json").write_text(config_of("YoutuForCausalLM"))
+    with pytest.raises(Unsupported, match=r"YoutuForCausalLM does not give the same logits .*; use another version"):
+        HfConverter().read(tmp_path)
 
 
 def test_a_missing_shard_and_pickled_weights_are_refused(tmp_path: Path) -> None:

@@ -48,12 +48,19 @@ class HfConverter(Component):
     determines what the model computes cannot be ignored."""
 
     def read(self, path: Path) -> Any:
-        """Opens a folder; see `forge_models.hf.reader.Folder`."""
+        """Opens a folder; see `forge_models.hf.reader.Folder`.
+
+        Raises:
+            Unsupported: Forge cannot read the model, or transformers would load another one from the folder.
+        """
         other = _other(path)
         if other is not None:
             return other.read(path, self.ignore)
-        if read_config(path)["model_type"] in FAMILIES:
+        kind = read_config(path)["model_type"]
+        if kind in FAMILIES:
             return Folder(path, self.ignore)
+        if why := folder_refusal(kind):
+            raise Unsupported(f"{path}: {why}; use another version of transformers")
         from forge_models.hf.causal_lm_weights import CausalLMFolder
 
         return CausalLMFolder(
