@@ -211,6 +211,15 @@ def test_a_bias_of_routers_that_means_something_else_is_refused(recipe: str, tmp
         opened(KEMPNERFORGE, state, tmp_path / "other", recipe)
 
 
+def test_a_learned_bias_of_routers_is_not_read_from_a_bias_that_balances(recipe: str, tmp_path: Path) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
+    Path(recipe).write_text(RECIPE + MOE.replace('"softmax_topk"', '"softmax_topk", bias = true'))
+    state = experts_of(model, "torchtitan")
+    state |= {f"layers.{layer}.moe.expert_bias_E": torch.zeros(4) for layer in range(2)}
+    with pytest.raises(ForgeError, match=r"model\.moe\.router\.bias = true: torchtitan has no learned biases .*; remove the key"):
+        opened(TORCHTITAN, state, tmp_path, recipe)
+
+
 def test_a_tied_head_is_left_out_only_if_it_is_the_embedding(llama: LlamaForCausalLM, recipe: str, tmp_path: Path) -> None:
     Path(recipe).write_text(RECIPE.replace("[model.norm]", "tied_embeddings = true\n[model.norm]"))
     state = of_kempnerforge(llama)

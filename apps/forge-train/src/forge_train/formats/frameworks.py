@@ -212,6 +212,11 @@ class FrameworkWeights:
         """Yields tensors that compute something else there, or whose orientation cannot be told."""
         if self._pairs(names) and shape.rope.partial != 1:
             yield f"rope.partial = {shape.rope.partial}: {names.framework} rotates whole heads; set it to 1"
+        if shape.moe is not None and getattr(shape.moe.router, "bias", False):
+            yield (
+                f"model.moe.router.bias = true: {names.framework} has no learned biases of routers, and its expert biases affect "
+                "only the choice; remove the key"
+            )
         for name, place in self._places.items():
             if names.zero and name.endswith(names.zero) and self._tensor(place).count_nonzero():
                 yield (
