@@ -104,6 +104,19 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         },
     ),
+    # Keys of MiniMaxAI/MiniMax-M2 without those of its fp8 weights; the size is the sum of the shapes of its parts.
+    "minimax_m2": (
+        2 * 200064 * 3072
+        + 62 * (2 * 3072 * 6144 + 2 * 3072 * 1024 + 6144 + 1024)
+        + 62 * (256 * 3072 + 256 * 3 * 3072 * 1536 + 2 * 3072)
+        + 3072,
+        {"hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48}
+        | {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64}
+        | {"rope_theta": 5000000, "vocab_size": 200064, "max_position_embeddings": 196608, "rms_norm_eps": 1e-06}
+        | {"attn_type_list": [1] * 62, "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
+        | {"use_routing_bias": True, "shared_intermediate_size": 0, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
+        | {"use_mtp": True, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "output_router_logits": False},
+    ),
 }
 
 
@@ -149,6 +162,13 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("qwen3_next", "linear_num_key_heads", 0),
         ("qwen3_next", "linear_conv_kernel_dim", None),
         ("qwen3_next", "use_sliding_window", True),
+        ("minimax_m2", "attn_type_list", [1, 0, 1, 1]),
+        ("minimax_m2", "rotary_dim", 17),
+        ("minimax_m2", "rotary_dim", 0),
+        ("minimax_m2", "scoring_func", "softmax"),
+        ("minimax_m2", "shared_intermediate_size", 16),
+        ("minimax_m2", "sliding_window", 6),
+        ("minimax_m2", "router_jitter_noise", 0.1),
         ("glm4_moe", "topk_group", 9),
         ("glm4_moe", "n_routed_experts", 0),
         ("glm4_moe", "scoring_func", "softmax"),

@@ -89,6 +89,8 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_value_head_dim": 14,
 }
 
+MINIMAX: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -151,6 +153,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"], "attention_bias": True}
         | {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
         | {"decoder_sparse_step": 2, "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax_m2": ("minimax_m2", MINIMAX | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5}}),
+    "minimax_m2-whole-tied-yarn": (
+        "minimax_m2",
+        MINIMAX | {"rope_scaling": YARN, "rope_theta": 900.0, "tie_word_embeddings": True, "num_experts_per_tok": 1},
     ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (

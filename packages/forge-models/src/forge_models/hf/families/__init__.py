@@ -9,6 +9,7 @@ from forge_models.hf.families.gpt_neox import GPTNeoX
 from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
+from forge_models.hf.families.minimax import MiniMaxM2
 from forge_models.hf.families.mistral import Mistral, Mixtral
 from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe
 from forge_models.hf.families.phi3 import Phi3
@@ -32,7 +33,7 @@ DENSE = (
     Olmo(),
     GPTNeoX(),
 )
-SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next())
+SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
 """Families by `model_type`, in the order in which an export tries them."""
