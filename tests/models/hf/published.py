@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from models.hf.zoo import saved
+
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 READ: dict[str, dict[str, Any]] = PUBLISHED["read"]
 REFUSED: dict[str, dict[str, Any]] = PUBLISHED["refused"]
@@ -108,6 +110,6 @@ def spread(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 def folder_of(model: torch.nn.Module, values: dict[str, Any], path: Path, **options: Any) -> Path:
     """The model's tensors as transformers saves them, beside a configuration as it was published."""
-    model.save_pretrained(path, **options)  # type: ignore[operator]
+    saved(model, path, **options)
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return path

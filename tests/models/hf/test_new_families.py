@@ -152,3 +152,59 @@ def test_adapters_between_the_rows_of_others_are_refused() -> None:
     model = DecoderConfig(dim=64, layers=1, heads=4, vocab_size=97, lora=LoRAConfig(rank=2, targets=("*.q_proj",)))
     with pytest.raises(ForgeError, match=r"query_key_value\.weight has the rows of .*q_proj between those of others"):
         places_of(model, "gpt_neox")
+
+
+OLMO_HYBRID: dict[str, Any] = SIZES | {"model_type": "olmo_hybrid", "rope_theta": None}
+
+
+def test_olmo_hybrid_has_other_names_of_norms_in_memory(tmp_path: Path) -> None:
+    """transformers reads both, and so does Forge; in files of its own, norms of both kinds of layers have one name."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = spread(reference(OLMO_HYBRID))
+    plain = Folder(folder_of(theirs, OLMO_HYBRID, tmp_path / "plain"))
+    folder_of(theirs, OLMO_HYBRID, tmp_path / "other")
+    file, names = tmp_path / "other" / "model.safetensors", {"attention_layer_norm": "input_layernorm"}
+    names["feedforward_layer_norm"] = "post_attention_layernorm"
+    tensors = {".".join(names.get(word, word) for word in name.split(".")): value for name, value in load_file(file).items()}
+    assert tensors.keys() != load_file(file).keys()
+    save_file(tensors, file)
+    other = Folder(tmp_path / "other")
+    before, after = plain.read(list(plain.tensors)), other.read(list(other.tensors))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    HfConverter().build().write(tmp_path / "ours", other)
+    written = set(load_file(tmp_path / "ours" / "model.safetensors"))
+    layer = "model.layers.{}.{}.weight"
+    assert {layer.format(0, "attention_layer_norm"), layer.format(0, "feedforward_layer_norm")} <= written
+    assert {layer.format(3, "post_attention_layernorm"), layer.format(3, "post_feedforward_layernorm")} <= written
+    tensors |= {name: value for name, value in load_file(tmp_path / "plain" / "model.safetensors").items() if "layers.0" in name}
+    save_file(tensors, file)
+    with pytest.raises(Unsupported, match="a tensor twice"):
+        Folder(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotates"),
+    [
+        ({"rope_theta": None}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, False),
+        ({"rope_parameters": None, "rope_theta": None}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, True),
+        ({"rope_theta": 700.0}, True),
+        ({}, True),
+    ],
+)
+def test_olmo_hybrid_without_a_base_of_angles_has_no_positions(keys: dict[str, Any], rotates: bool) -> None:
+    """As transformers decides it, from the base in a table or beside it."""
+    values = {key: value for key, value in OLMO_HYBRID.items() if key != "rope_theta"} | keys
+    assert (reference(values).model.rotary_emb is not None) == rotates  # type: ignore[union-attr]
+    decoder = decoder_of(FAMILIES["olmo_hybrid"], values, "here")
+    assert decoder.shape.attention.rotates_at(3) == rotates  # type: ignore[attr-defined]
+    assert misfits(FAMILIES["olmo_hybrid"], decoder) == []
+
+
+def test_olmo_hybrid_with_a_null_table_is_refused() -> None:
+    """Its authors mean no positions by it, and transformers a base of 10000."""
+    values = {key: value for key, value in OLMO_HYBRID.items() if key != "rope_theta"} | {"rope_parameters": None}
+    with pytest.raises(ConfigError, match="rope_parameters: null means no rotary positions to its authors"):
+        decoder_of(FAMILIES["olmo_hybrid"], values, "here")

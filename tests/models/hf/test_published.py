@@ -25,14 +25,27 @@ TOLERANCE = 1e-5
 """Of the largest logit. Both sides compute in fp64 but for norms, angles and softmax, which transformers computes in fp32."""
 
 
+def in_memory(kind: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes by the names that transformers has in memory, if they differ from those in files."""
+    if kind == "gpt_neox":
+        return {"lm_head.weight": shapes.pop("embed_out.weight"), **shapes}
+    if kind == "olmo_hybrid":
+        norms = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+        parts = [name for name in shapes if name.endswith("q_conv1d.weight")]
+        for name in parts:
+            rows = [shapes.pop(name.replace("q_conv1d", f"{letter}_conv1d")) for letter in "qkv"]
+            shapes[name.replace("q_conv1d", "conv1d")] = (sum(count for count, *_ in rows), *rows[0][1:])
+        return {".".join(norms.get(word, word) for word in name.split(".")): shape for name, shape in shapes.items()}
+    return shapes
+
+
 @pytest.mark.parametrize("name", READ)
 def test_p1_p2_a_published_configuration_has_the_parameters_of_transformers(name: str) -> None:
     values = READ[name]["config"]
     family = family_of(values, name)
     places = places_in(family, decoder_of(family, values, name), fused=True)
     ours = {theirs: place.theirs for place in places.values() if not place.buffer for theirs in place.names}
-    if family.model_type == "gpt_neox":  # transformers has another name in memory than in files
-        ours["lm_head.weight"] = ours.pop("embed_out.weight")
+    ours = in_memory(family.model_type, ours)
     with torch.device("meta"):
         model = reference(values)
     assert ours == {theirs: tuple(parameter.shape) for theirs, parameter in model.named_parameters()}

@@ -159,6 +159,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         MINIMAX | {"rope_scaling": YARN, "rope_theta": 900.0, "tie_word_embeddings": True, "num_experts_per_tok": 1},
     ),
+    "olmo_hybrid": ("olmo_hybrid", {"rope_theta": None, "num_hidden_layers": 5}),
+    "olmo_hybrid-listed-biases-tied-rotary": (
+        "olmo_hybrid",
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"], "attention_bias": True}
+        | {"tie_word_embeddings": True, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}
+        | {"rope_parameters": YARN | {"rope_theta": 700.0}},
+    ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (
         "gemma3_text",
@@ -224,7 +232,21 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
 def saved(model: torch.nn.Module, folder: Path, **options: Any) -> Path:
     """The folder as transformers writes it."""
     model.save_pretrained(folder, **options)  # type: ignore[operator]
+    if model.config.model_type == "olmo_hybrid":  # type: ignore[union-attr]
+        _separate_filters(model, folder)
     return folder
+
+
+def _separate_filters(model: Any, folder: Path) -> None:
+    """Writes the filters of q, k and v as they are published; transformers cuts their matrix into three equal parts instead."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        if hasattr(module, "conv1d"):
+            parts = module.conv1d.weight.detach().split((module.key_dim, module.key_dim, module.value_dim))
+            tensors |= {f"{name}.{letter}_conv1d.weight": part.clone() for letter, part in zip("qkv", parts, strict=True)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def exact_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

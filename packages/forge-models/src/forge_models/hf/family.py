@@ -31,6 +31,7 @@ class Family(ABC):
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         experts: names of experts; None: the family has none.
         recurrent: name of the recurrent layers in a layer; None: the family has none.
+        separate: whether each projection of a recurrent layer has its own matrix; see `forge_models.hf.recurrent`.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
         mtp_modules: beginnings of the names of tensors of MTP modules beside the layers, which are not read.
         scales_inputs: whether the reference multiplies all inputs by `embed_multiplier`, features of images included.
@@ -55,9 +56,15 @@ class Family(ABC):
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     experts: ClassVar[ExpertNames | None] = None
     recurrent: ClassVar[str | None] = None
+    separate: ClassVar[bool] = False
     mtp_layers: ClassVar[str | None] = None
     mtp_modules: ClassVar[tuple[str, ...]] = ()
     scales_inputs: ClassVar[bool] = False
+
+    def spelled(self, decoder: DecoderConfig, name: str) -> str:
+        """Returns the name that Forge writes for a tensor that a checkpoint may have under another name."""
+        del decoder
+        return name
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
@@ -104,9 +111,10 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         result["max_length"] = decoder.max_length
-    result |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
     attention = decoder.shape.attention
     rotates_at: Any = getattr(attention, "rotates_at", None)
+    if rotates_at is None or any(rotates_at(layer) for layer in range(decoder.layers)):
+        result |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
     if isinstance(attention, Hybrid):
         result["attention.full"] = tuple(attention.is_full(layer) for layer in range(decoder.layers))
         placements = tuple(decoder.shape.norm_placement_at(layer) for layer in range(decoder.layers))

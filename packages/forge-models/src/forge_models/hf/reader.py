@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +205,7 @@ class Folder(CheckpointTensors):
         where = str(folder / CONFIG)
         self.family = family_of(values, where)
         self.model = decoder_of(self.family, values, where, ignore)
-        super().__init__(folder)
+        super().__init__(folder, partial(self.family.spelled, self.model))
         mtp = mtp_layers(self.family, self.model, values)
         places = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self.names))
         self.match(places, self._left(places, mtp))

@@ -1,7 +1,8 @@
 """Recurrent layers in a `config.json` and in a checkpoint: Gated DeltaNet beside full attention.
 
 Qwen3-Next stores q, k, v and z of a layer in one matrix, and b and a in another; each has the rows of one key head after another,
-with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1.
+with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1. OLMo Hybrid stores each of
+these tensors alone.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,11 @@ INTERVAL = "full_attention_interval"
 """Key of the number n of which every n-th layer has full attention, for configurations without `layer_types`."""
 
 
-def read_kinds(keys: Keys, every: int) -> dict[str, Any]:
-    """Reads which layers have full attention, as fields of `Hybrid`; `every` is the default of the interval."""
+def read_kinds(keys: Keys, every: int, interval: bool = True) -> dict[str, Any]:
+    """Reads which layers have full attention, as fields of `Hybrid`; `every` is the default of the interval, which has a key if
+    `interval` is true."""
     layers = keys.integer("num_hidden_layers")
-    every = keys.integer(INTERVAL) if keys.given(INTERVAL) else every
+    every = keys.integer(INTERVAL) if interval and keys.given(INTERVAL) else every
     types = keys.values["layer_types"] if keys.given("layer_types") else None
     if types is None:
         return {"full_every": every or None}
@@ -65,9 +67,32 @@ def read_delta_net(keys: Keys, **fields: Any) -> GDN:
     return GDN(**{ours: keys.integer(theirs) or 1 for theirs, ours in SIZES.items()}, **fields)
 
 
-def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], tuple[str, tuple[int, ...], int, tuple[int, ...]] | None]:
-    """Returns a function from our name of a parameter to its name in a layer of Qwen3-Next, the rows of the checkpoint's tensor
-    in which its rows are, the number of rows of that tensor, and the dimensions after the first; no rows = the same tensor."""
+Place = tuple[str, tuple[int, ...], int, tuple[int, ...]]
+"""Of a parameter: its name in a layer of a checkpoint, the rows of the checkpoint's tensor in which its rows are, the number of
+rows of that tensor, and the dimensions after the first; no rows = the same tensor."""
+
+SEPARATE = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm.weight": "o_norm.weight", "z_proj.weight": "g_proj.weight"}
+"""Our name of a parameter -> its name in a layer of OLMo Hybrid, if they differ; see `separate_places` for filters."""
+
+
+def separate_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | None]:
+    """Returns a function from our name of a parameter to its place in a layer of OLMo Hybrid."""
+    key_heads, value_heads, key_dim, value_dim = part.heads(decoder.shape.context(0))
+    rows = {"q": key_heads * key_dim, "k": key_heads * key_dim, "v": value_heads * value_dim}
+    projections = {f"{name}_proj.weight" for name in (*rows, "b", "a", "o")}
+
+    def place(name: str) -> Place | None:
+        letter, _, filters = name.partition("_")
+        if filters == "conv.weight" and letter in rows:
+            return f"{letter}_conv1d.weight", (), rows[letter], (1, part.conv_width)
+        theirs = name if name in projections else SEPARATE.get(name)
+        return None if theirs is None else (theirs, (), 0, ())
+
+    return place
+
+
+def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | None]:
+    """Returns a function from our name of a parameter to its place in a layer of Qwen3-Next."""
     key_heads, value_heads, key_dim, value_dim = part.heads(decoder.shape.context(0))
     shared = value_heads // key_heads
     keys, values, of_head = key_heads * key_dim, value_heads * value_dim, shared * value_dim
@@ -86,7 +111,7 @@ def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], tuple[str
         )
         return tuple(rows), key_heads * whole
 
-    def place(name: str) -> tuple[str, tuple[int, ...], int, tuple[int, ...]] | None:
+    def place(name: str) -> Place | None:
         module = name.partition(".")[0]
         if name in plain:
             return plain[name], (), 0, ()

@@ -11,7 +11,7 @@ from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.minimax import MiniMaxM2
 from forge_models.hf.families.mistral import Mistral, Mixtral
-from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe
+from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe, OlmoHybrid
 from forge_models.hf.families.phi3 import Phi3
 from forge_models.hf.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next
 from forge_models.hf.families.smollm import SmolLM3
@@ -32,6 +32,7 @@ DENSE = (
     Granite(),
     Olmo(),
     GPTNeoX(),
+    OlmoHybrid(),
 )
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2())
 

@@ -1,4 +1,4 @@
-"""OLMo, OLMo-2, OLMo-3 and OLMoE."""
+"""OLMo, OLMo-2, OLMo-3, OLMoE and OLMo Hybrid."""
 
 from typing import Any, ClassVar
 
@@ -6,9 +6,11 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.components.layers import LayerNormConfig
-from forge_models.hf.config import Keys
+from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
 from forge_models.hf.layers import (
+    FULL,
     ExpertNames,
     normalized,
     read_experts,
@@ -18,6 +20,8 @@ from forge_models.hf.layers import (
     write_local_layers,
     write_losses,
 )
+from forge_models.hf.recurrent import LINEAR, SIZES, read_kinds, write_kinds
+from forge_models.shape import Rope
 
 
 class Olmo(Family):
@@ -125,3 +129,97 @@ class Olmoe(Family):
             return written
         written |= write_experts(moe, "num_experts") | write_losses(moe)
         return written | {"intermediate_size": moe.ffn_dim, "norm_topk_prob": normalized(moe)}
+
+
+NEGATIVE = "linear_allow_neg_eigval"
+"""Key that says whether the step size of the delta rule is in (0, 2)."""
+GATED_EPS = 1e-5
+"""`eps` of the norm of each recurrent head: fixed in the reference, independent of `rms_norm_eps`."""
+
+
+class OlmoHybrid(Family):
+    """Gated DeltaNet in three of four layers, with norms before each part; attention as in OLMo-2, with norms after each part.
+
+    The published models have no rotary positions.
+    """
+
+    model_type = "olmo_hybrid"
+    architecture = "OlmoHybridForCausalLM"
+    defaults: ClassVar = {
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 65536,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        **dict.fromkeys(SIZES),
+        "linear_conv_kernel_dim": 4,
+        NEGATIVE: True,
+    }
+    ignores: ClassVar = dict.fromkeys(  # of the initialization by its authors
+        ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"), ANY_VALUE
+    )
+    parts: ClassVar = {**Olmo2.parts, "attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
+    recurrent: ClassVar = "linear_attn"
+    separate: ClassVar = True
+
+    def spelled(self, decoder: DecoderConfig, name: str) -> str:
+        """transformers has other names of norms in memory, and saves those of a layer of one kind like those of the other."""
+        layer, attention = name.removeprefix(f"{self.layers}.").partition(".")[0], decoder.shape.attention
+        if not (layer.isdecimal() and isinstance(attention, Hybrid)):
+            return name
+        if attention.is_full(int(layer)):
+            return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
+        name = name.replace(".input_layernorm.", ".attention_layer_norm.")
+        return name.replace(".post_attention_layernorm.", ".feedforward_layer_norm.")
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        still = _has_no_theta(keys)
+        fields = read_base(keys) | read_heads(keys) | {"norm_placement": "post"}
+        fields |= {"rope": Rope()} if still else {}
+        layers = keys.integer("num_hidden_layers")
+        if not keys.values.get("layer_types"):
+            full = range(3, layers, 4) or [layers - 1]
+            keys.values["layer_types"] = [FULL if layer in full else LINEAR for layer in range(layers)]
+        kinds = read_kinds(keys, 4, interval=False)
+        if len(set(map(str, keys.values["layer_types"]))) < 2:
+            keys.fault("layer_types", f"expected {FULL!r} at least once and {LINEAR!r} at least once")
+        full = GQA(**read_biases(keys), qk_norm="full", nope_every=1 if still else None)
+        recurrent = _read_recurrent(keys, fields["heads"], fields["dim"])
+        attention = keys.make(Hybrid, **kinds, full=full, recurrent=recurrent, recurrent_norm_placement="pre")
+        return fields | {"attention": attention}
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        attention = decoder.shape.attention
+        full, recurrent = getattr(attention, "full", None), getattr(attention, "recurrent", None)
+        written = write_base(self, decoder) | write_kinds(decoder)
+        if getattr(full, "nope_every", None) == 1:
+            written["rope_theta"] = None
+        written[NEGATIVE] = getattr(recurrent, "negative_eigenvalues", False)
+        return written | {"attention_bias": getattr(full, "output_bias", False)}
+
+
+def _has_no_theta(keys: Keys) -> bool:
+    """Whether the base of the angles is null, which means that no layer has rotary positions."""
+    tables = [keys.values[key] for key in ("rope_parameters", "rope_scaling") if keys.values.get(key)]
+    if not tables and "rope_theta" not in keys.values and keys.values.get("rope_parameters", "absent") is None:
+        keys.fault(
+            "rope_parameters",
+            'null means no rotary positions to its authors, but a base of 10000 to transformers; write {"rope_type": "default", '
+            '"rope_theta": null} for none, or remove the key',
+        )
+    places = [*(table for table in tables if isinstance(table, dict)), keys.values]
+    return next((place["rope_theta"] is None for place in places if "rope_theta" in place), False)
+
+
+def _read_recurrent(keys: Keys, heads: int, dim: int) -> GDN:
+    """Reads the recurrent layers, whose sizes follow those of the model if they are absent."""
+    found = {ours: keys.integer(theirs, optional=True) for theirs, ours in SIZES.items()}
+    key_heads = found["key_heads"] or heads
+    key_dim = found["key_dim"] or (int(0.75 * dim / key_heads) if key_heads else 0)
+    sizes = {"key_heads": key_heads, "value_heads": found["value_heads"] or heads, "key_dim": key_dim}
+    sizes |= {"value_dim": found["value_dim"] or 2 * key_dim, "conv_width": found["conv_width"]}
+    known: dict[str, Any] = {name: size or 1 for name, size in sizes.items()}  # 0 after a fault
+    return GDN(**known, negative_eigenvalues=keys.boolean(NEGATIVE), norm_eps=GATED_EPS)
