@@ -158,7 +158,8 @@ def test_which_kernel_is_chosen_where(plain, monkeypatch):
     assert auto.prepare(None, 9, 9, "cpu") is None  # a window as long as the row hides nothing
     assert isinstance(auto.prepare(None, 9, 8, "cpu"), block)
     assert isinstance(auto.prepare(DOCUMENTS, 9, None, "cpu"), block)
-    assert isinstance(capped.prepare(None, 9, None, "cpu"), block)
+    with torch.no_grad():  # with gradients, a length that is no multiple of 128 has a mask
+        assert isinstance(capped.prepare(None, 9, None, "cpu"), block)
     assert isinstance(LocalAttention("flex").prepare(None, 9, None, "cpu"), block)
     assert isinstance(LocalAttention("sdpa").prepare(DOCUMENTS, 9, None, "cpu"), torch.Tensor)
     assert isinstance(LocalAttention("varlen").prepare(DOCUMENTS, 9, None, "cpu"), Boundaries)

@@ -10,6 +10,7 @@ from forge_core.component import class_name
 from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
+from forge_models.flex_limits import refusal
 from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, evaluated, result_names
 from forge_train.hooks.metrics import Log
 from forge_train.hooks.profile import Profile
@@ -192,6 +193,9 @@ def kernels_fit_the_machine(job: Job, environment: Mapping[str, str]) -> Iterato
     Hidden GPUs (CUDA_VISIBLE_DEVICES) are always a fault; missing GPUs are a `MissingFile`, a fault only where the run starts.
     """
     core = getattr(getattr(job.model, "attention", None), "core", None)
+    there = has_accelerator() and not hides_accelerators(environment)
+    if (core == "flex" or there) and (why := flex_refusal(job)):
+        yield Fault("model.attention.core", why)
     if core not in ("flex", "varlen"):
         return
     text, hint = f"{core!r} needs a CUDA device, and ", "set it to 'auto' or 'sdpa'"
@@ -199,6 +203,16 @@ def kernels_fit_the_machine(job: Job, environment: Mapping[str, str]) -> Iterato
         yield Fault("model.attention.core", f"{text}CUDA_VISIBLE_DEVICES hides all of them", hint=hint)
     elif not has_accelerator():
         yield MissingFile("model.attention.core", f"{text}this machine has no visible one", hint=hint)
+
+
+def flex_refusal(job: Job) -> str:
+    """Returns why the rows of a recipe need flex attention that is not proven on a GPU; "" if they do not."""
+    attention = getattr(job.model, "attention", None)
+    kind, capped = getattr(attention, "core", "sdpa"), getattr(attention, "soft_cap", None) is not None
+    lengths = dict.fromkeys((job.data.sequence_length, *(phase.sequence_length for phase in job.data.phases)))
+    compiled = "compile" in job.transforms
+    reasons = (refusal(kind, length, length, compiled, capped) for length in lengths if length is not None)
+    return next((why for why in reasons if why), "")
 
 
 def profiles_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:

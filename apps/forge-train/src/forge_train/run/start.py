@@ -46,6 +46,7 @@ from forge_train.formats.base import BASE
 from forge_train.plan import plan_of
 from forge_train.process.ranks import JobRanks, rank_zero_first
 from forge_train.process.restarts import is_automatic, note_start, refuse_without_progress
+from forge_train.recipe.checks import flex_refusal
 from forge_train.recipe.schema import Job
 from forge_train.run.base import FrozenBase
 from forge_train.run.checkpoints import Checkpoints, Restoration, build_hooks, changed_training, restore_hooks
@@ -359,6 +360,8 @@ def _check_kernels(job: Job, device: torch.device) -> None:
     if core in ("flex", "varlen") and not has_flex(device):
         why = f"needs a CUDA device, and this is {name(device)}"
         raise ForgeError(f"model.attention.core = {core!r} {why}; set it to 'auto' or 'sdpa'")
+    if has_flex(device) and (why := flex_refusal(job)):
+        raise ForgeError(why)
 
 
 def _check_inputs(blueprint: Blueprint, sources: Iterable[Any]) -> None:

@@ -24,6 +24,7 @@ from forge_models import accelerator
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
+from forge_models.flex_limits import takes_flex
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
 
@@ -38,8 +39,14 @@ class LocalAttention:
     backward there), and likewise on accelerators other than CUDA, for which no other kernel is proven. On CUDA it chooses torch's
     causal kernels, in the fastest order for the device, if nothing else is masked; varlen, if the starts of documents are known
     and the kernel supports dtype and width of heads; otherwise flex. None of these holds a T x T mask. With a soft cap or
-    sinks, flex computes the softmax on CUDA, and it is written out elsewhere, where no fused kernel supports them.
+    sinks, flex computes the softmax on CUDA, and it is written out elsewhere, where no fused kernel supports them. Rows for which
+    flex is not proven get a mask if they are short, and are refused otherwise (`forge_models.flex_limits`).
+
+    Attributes:
+        in_compiled_block: whether calls are part of a compiled block; whoever compiles it sets this.
     """
+
+    in_compiled_block = False
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class LocalAttention:
         `Boundaries`, or for whole rows in which nothing but future positions is hidden None or the `KernelOrder` of this GPU.
 
         Raises:
-            ValueError: the device does not support the kernel.
+            ValueError: the device does not support the kernel, or the kernel is not proven for the length.
         """
         window = _hiding(window, length)
         plain = documents is None and window is None
@@ -73,7 +80,7 @@ class LocalAttention:
             raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
         if self.kind == "varlen":
             return boundaries(documents, length, window, device, causal=self.causal)
-        if self.kind == "flex" or (self.kind == "auto" and cuda and masks):
+        if (self.kind == "flex" or (self.kind == "auto" and cuda and masks)) and self._takes_flex(length, length):
             return block_mask(documents, length, window, device, self.causal)
         if plain:
             return whole_rows(device, self.causal) if cuda and not self.unusual else None
@@ -93,16 +100,22 @@ class LocalAttention:
         """Returns what the kernel needs for queries and keys in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
 
         Raises:
-            ValueError: the kernel supports only whole rows, or the device does not support the kernel.
+            ValueError: the kernel supports only whole rows, the device does not support the kernel, or the kernel is not proven
+                for the lengths.
         """
         cuda = accelerator.has_flex(queries.places.device, self.kind == "auto")
         if self.kind == "varlen":
             raise ValueError("attention core 'varlen' takes whole rows only; use 'auto', 'flex' or 'sdpa'")
         if not cuda and self.kind == "flex":
             raise ValueError("attention core 'flex' needs a CUDA device; use 'auto' or 'sdpa'")
-        if self.kind == "sdpa" or not cuda:
+        lengths = len(queries.places), len(keys.places)
+        if self.kind == "sdpa" or not cuda or not self._takes_flex(*lengths):
             return placed_mask(queries, keys, window, self.causal)
         return placed_block_mask(queries, keys, window, self.causal)
+
+    def _takes_flex(self, queries: int, keys: int) -> bool:
+        compiled = self.in_compiled_block or torch.compiler.is_compiling()
+        return takes_flex(self.kind, queries, keys, compiled, self.capped and torch.is_grad_enabled())
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
         """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""

@@ -36,10 +36,22 @@ def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode
         layer.dispatch = torch.compiler.disable(layer.dispatch)
     for path in context.specs.blocks:
         block = part.get_submodule(path)
+        _tell_cores(block)
         broken = any(stack.startswith(f"{path}.") for stack in outside)
         wrap = partial(_compiled, fullgraph=fullgraph and not broken, mode=mode, budget=budget)
         # The compiler includes recomputation in a graph, but gives up on a whole block if the recomputed part has a graph break.
         block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
+
+
+def _tell_cores(block: nn.Module) -> None:
+    """Sets `in_compiled_block` of attention cores that have it, including those inside other cores: kernels for which a compiled
+    block is not proven are then not chosen."""
+    for module in block.modules():
+        core = getattr(module, "core", None)
+        while core is not None:
+            if hasattr(core, "in_compiled_block"):
+                core.in_compiled_block = True
+            core = getattr(core, "inner", None)
 
 
 def compile_loss_heads(part: nn.Module, context: "Context") -> None:
