@@ -7,6 +7,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.components.state_space import Mamba2
 from forge_models.shape import Losses, Rope
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
@@ -107,6 +108,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
             recurrent_norm_placement="sandwich",
         ),
         "norm_placement": "post",
+    },
+    "grouped_states": {
+        "attention": Hybrid(
+            recurrent=Mamba2(
+                heads=6, head_dim=7, groups=3, state_dim=9, conv_width=3, bias=True, gate_first=False, step_min=0.01
+            ),
+            full_every=2,
+        ),
     },
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
 }

@@ -1,5 +1,6 @@
-"""Gated DeltaNet beside attention in layouts: loss, norm, gradients and weights equal those of one process, for packed rows."""
+"""Recurrent layers beside attention in layouts: loss, norm, gradients and weights equal those of one process, for packed rows."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.components.state_space import Mamba2
 from forge_models.objectives import CrossEntropy
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
@@ -34,7 +36,19 @@ def decoder(**changes: Any) -> DecoderConfig:
     return DecoderConfig(**sizes | {"vocab_size": 61, "attention": MIXED} | changes)
 
 
-CASE = Case(decoder().build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, 61, rows=8, micro_batch=2, silent=2)
+STATES = Mamba2(heads=8, head_dim=4, groups=4, state_dim=6, step_min=0.01)
+RECURRENT = {
+    "gated_delta_net": MIXED,
+    "mamba2": Hybrid(recurrent=STATES, kinds=("recurrent", "full", "recurrent", "recurrent")),
+}
+
+
+def case(kind: str) -> Case:
+    build = decoder(attention=RECURRENT[kind]).build
+    return Case(build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, 61, rows=8, micro_batch=2, silent=2)
+
+
+CASE = case("gated_delta_net")
 LAYOUTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dp": ("dp2", (FullyShard(),)),
     "tp": ("tp2", (TensorParallel(), FullyShard())),
@@ -51,27 +65,36 @@ LAYOUTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dp_recompute": ("dp2", (Recompute(), FullyShard())),
 }
 SLOW = ("tp4", "tp_whole", "cp_ring", "tp_cp_recompute", "dp_recompute", "cp_ulysses", "recompute_full")
+FAST_OF_OTHERS = ("tp", "cp", "pp", "tp_cp")
 
 
-def _measured(name: str) -> Measurement:
+def _measured(name: str, kind: str) -> Measurement:
     layout, transforms = LAYOUTS[name]
     at = Layout.parse(layout)
     pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
-    return measure(CASE, Plan.of(transforms, at, pipeline=pipeline), CPU)
+    return measure(case(kind), Plan.of(transforms, at, pipeline=pipeline), CPU)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS])
-def test_a_layout_equals_one_process(world: World, name: str) -> None:
-    whole = alone(measure, replace(CASE, micro_batch=8), Plan.of([], Layout()), CPU)
-    for found in world.run(_measured, Layout.parse(LAYOUTS[name][0]).world, name):
+def _runs() -> Iterator[Any]:
+    for kind in RECURRENT:
+        for name in LAYOUTS:
+            slow = name in SLOW or (kind != "gated_delta_net" and name not in FAST_OF_OTHERS)
+            yield pytest.param(name, kind, marks=pytest.mark.slow if slow else (), id=f"{kind}-{name}")
+
+
+@pytest.mark.parametrize(("name", "kind"), list(_runs()))
+def test_a_layout_equals_one_process(world: World, name: str, kind: str) -> None:
+    whole = alone(measure, replace(case(kind), micro_batch=8), Plan.of([], Layout()), CPU)
+    for found in world.run(_measured, Layout.parse(LAYOUTS[name][0]).world, name, kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
 
 
 @pytest.mark.slow
-def test_compiled_blocks_equal_eager_ones() -> None:
-    whole = measure(CASE, Plan.of([], Layout()), CPU)
-    difference = compare(whole, measure(CASE, Plan.of([Compile()], Layout()), CPU))
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_compiled_blocks_equal_eager_ones(kind: str) -> None:
+    whole = measure(case(kind), Plan.of([], Layout()), CPU)
+    difference = compare(whole, measure(case(kind), Plan.of([Compile()], Layout()), CPU))
     assert difference.accepted("fp64"), difference
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_models.blocks.delta_rule import CHUNK, gated_delta_rule
+from forge_models.blocks.chunks import CHUNK
+from forge_models.blocks.delta_rule import gated_delta_rule
 from models.recurrent.stepwise import inputs, stepwise
 
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from forge_core.errors import ForgeError
 from forge_models import DecoderConfig, initialize
-from forge_models.blocks.delta_net import GatedDeltaNet, causal_filter
-from forge_models.blocks.delta_rule import document_runs
+from forge_models.blocks.chunks import document_runs
+from forge_models.blocks.delta_net import GatedDeltaNet
+from forge_models.blocks.short_conv import causal_filter
 from forge_models.components.attentions import GQA
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.flops import count_flops
@@ -92,25 +93,28 @@ def test_equals_the_layer_of_transformers(kind: str, length: int) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_convolution_equals_torchs(compiled: bool) -> None:
+def test_the_convolution_equals_torchs(compiled: bool, biased: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in ((2, 9, 6), (6, 4)))
+    bias = torch.randn(6, generator=draw, dtype=torch.float64).requires_grad_() if biased else None
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 3, 3], [0] * 9])
 
-    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+    def theirs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = []
         for row, numbers in zip(x, documents, strict=True):
             parts = [row[numbers == number] for number in numbers.unique()]
-            full = [torch.conv1d(part.T[None], weight[:, None], padding=3, groups=6)[0, :, : len(part)].T for part in parts]
+            full = [torch.conv1d(part.T[None], weight[:, None], bias, padding=3, groups=6)[0, :, : len(part)].T for part in parts]
             rows.append(torch.nn.functional.silu(torch.cat(full)))
         return torch.stack(rows)
 
     run = torch.compile(causal_filter, backend="aot_eager", fullgraph=True) if compiled else causal_filter
-    found, expected = run(x, weight, document_runs(documents)), theirs(x, weight)
+    found, expected = run(x, weight, document_runs(documents), bias), theirs(x, weight, bias)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-    grads = torch.autograd.grad(found.square().sum(), (x, weight))
-    torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), (x, weight)), rtol=0, atol=1e-12)
+    given = [x, weight] if bias is None else [x, weight, bias]
+    grads = torch.autograd.grad(found.square().sum(), given)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), given), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("short", [1, 2, 3])

@@ -9,6 +9,7 @@ PARTS = {
         "gated_delta_net": "forge_models.components.recurrent:GDN",
         "gqa": "forge_models.components.attentions:GQA",
         "hybrid": "forge_models.components.recurrent:Hybrid",
+        "mamba2": "forge_models.components.state_space:Mamba2",
         "mla": "forge_models.components.attentions:MLA",
     },
     "forge.mlps": {

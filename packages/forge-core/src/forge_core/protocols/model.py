@@ -4,7 +4,7 @@ Collectives enter a model only at three seams: the attention core, the expert di
 implementation as an attribute; a transform replaces the attribute, or requests its form for several ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from forge_core.features import Plane
@@ -186,22 +186,25 @@ class RecurrentCore(Protocol):
 
     def recur(
         self,
-        streams: "tuple[Tensor, Tensor, Tensor]",
-        filters: "tuple[Tensor, Tensor, Tensor]",
+        streams: "Sequence[Tensor]",
+        filters: "Sequence[tuple[Tensor, Tensor | None]]",
         g: "Tensor",
         beta: "Tensor",
         shared: Any,
         cache: Any = None,
+        skip: "Tensor | None" = None,
     ) -> "Tensor":
         """Returns the outputs of all heads, (B, T, heads, value width).
 
         Args:
             streams: projected queries and keys (B, T, key_heads, key width), and values (B, T, heads, value width).
-            filters: (channels, width) of the causal convolution of each stream; its channels are heads * width of the stream.
-            g: (B, T, heads) logarithms of the decay.
+            filters: weight (channels, width) and bias (channels,) of the causal convolution of each stream; its channels are
+                heads * width of the stream.
+            g: (B, T, heads) logarithms of the decay, or (B, T, heads, key width) if each channel of the keys has its own.
             beta: (B, T, heads) step sizes.
             shared: from `prepare`.
             cache: `LayerCache` with the state, which this call updates.
+            skip: (heads,) factor with which values are added to the outputs; None: they are not.
         """
         ...
 

@@ -23,15 +23,13 @@ results or gradients of another one.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-CHUNK = 64
-"""Tokens of a chunk."""
+from forge_models.blocks.chunks import CHUNK, apart, chunked, document_runs, joined, log_decay_gradient, scores, split, to_rows
 
 
 def gated_delta_rule(
@@ -81,122 +79,33 @@ def gated_delta_rule(
     return out.to(v.dtype), after
 
 
-def document_runs(documents: Tensor) -> Tensor:
-    """Returns (B, T) int64, the number of borders at or before each position: equal within a document, never equal afterwards."""
-    return F.pad((documents[:, 1:] != documents[:, :-1]).long().cumsum(1), (1, 0))
-
-
-class _Chunks(NamedTuple):
-    """Inputs in chunks. G = B * key_heads, r = value heads per key head, N chunks of C tokens.
-
-    Attributes:
-        qk: (G, N, 2 C, dk) queries, then keys.
-        v: (G, r, N, C, dv).
-        beta: (G, r, N, C, 1).
-        read: (G, r, N, C, 1) decay from the start of the chunk.
-        write: (G, r, N, C, 1) decay to the end of the chunk.
-        keep: (G, r, N, 1, 1) decay over the whole chunk.
-        decay: (G, r, N, C, C) decay from token j to token i; 0 above the diagonal.
-        same: (G, 1, N, C, C) whether two tokens have the same document; None without documents.
-    """
-
-    qk: Tensor
-    v: Tensor
-    beta: Tensor
-    read: Tensor
-    write: Tensor
-    keep: Tensor
-    decay: Tensor
-    same: Tensor | None
-
-
-def _chunked(x: Tensor, chunk: int, groups: int) -> Tensor:
-    """(B, T, heads, width) -> (B * groups, heads / groups, N, C, width), contiguous, padded with zeros."""
-    rows, length, _, width = x.shape
-    x = F.pad(x, (0, 0, 0, 0, 0, -length % chunk)) if length % chunk else x
-    x = x.unflatten(2, (groups, -1)).unflatten(1, (-1, chunk)).permute(0, 3, 4, 1, 2, 5)
-    return x.reshape(rows * groups, x.shape[2], -1, chunk, width)
-
-
-def _rows(x: Tensor, rows: int, length: int) -> Tensor:
-    """(B * groups, heads / groups, N, C, width) -> (B, T, heads, width)."""
-    x = x.unflatten(0, (rows, -1)).permute(0, 3, 4, 1, 2, 5)
-    return x.reshape(rows, x.shape[1] * x.shape[2], -1, x.shape[-1])[:, :length]
-
-
-def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None, chunk: int) -> _Chunks:
-    groups = k.shape[2]
-    g = _chunked(g[..., None], chunk, groups)
-    hidden, same = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1), None
-    if documents is None:
-        c = g.cumsum(-2)
-        read, write, keep = c.exp(), (c[..., -1:, :] - c).exp(), c[..., -1:, :].exp()
-    else:
-        # Padding behind the row continues its last document, so that the state after the row is that after its last token.
-        padded = F.pad(documents, (0, -documents.shape[1] % chunk))
-        padded[:, documents.shape[1] :] = documents[:, -1:]
-        ids = padded.unflatten(1, (-1, chunk))
-        before = torch.cat((padded[:, :1], padded[:, :-1]), 1).unflatten(1, (-1, chunk))[..., :1]  # last of the chunk before
-        first, end = ids == before, ids == ids[..., -1:]
-        same = (ids[..., :, None] == ids[..., None, :]).repeat_interleave(groups, 0)[:, None]
-        hidden = hidden | ~same
-        c = (~hidden).to(g.dtype) @ g  # sums of the own document only, so that its bits do not depend on others
-        read, write = c.exp() * _heads(first, groups), (c[..., -1:, :] - c).masked_fill(~_heads(end, groups), float("-inf")).exp()
-        keep = read[..., -1:, :]
-    decay = (c - c.transpose(-1, -2)).masked_fill_(hidden, float("-inf")).exp_()
-    qk = torch.cat((_chunked(q, chunk, groups), _chunked(k, chunk, groups)), -2).squeeze(1)
-    return _Chunks(qk, _chunked(v, chunk, groups), _chunked(beta[..., None], chunk, groups), read, write, keep, decay, same)
-
-
-def _heads(mask: Tensor, groups: int) -> Tensor:
-    """(B, N, n) -> (B * groups, 1, N, n, 1)."""
-    return mask.repeat_interleave(groups, 0)[:, None, :, :, None]
-
-
-def _scores(parts: _Chunks) -> tuple[Tensor, Tensor]:
-    """Returns Q K^T and K K^T, (G, 1, N, C, C) each."""
-    chunk = parts.v.shape[-2]
-    products = (parts.qk @ parts.qk[..., chunk:, :].transpose(-1, -2)).unsqueeze(1)
-    return products[..., :chunk, :], products[..., chunk:, :]
-
-
-def _joined(x: Tensor) -> Tensor:
-    """(G, r, n, dv) -> (G, n, r * dv): value heads of one key head side by side, for one product with its keys."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def _apart(x: Tensor, heads: int) -> Tensor:
-    """(G, n, r * dv) -> (G, r, n, dv)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, documents: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns outputs, state after the last token, errors E, states (G, N, dk, r * dv), and inverses (G, r, N, C, C)."""
-    parts = _split(q, k, v, g, beta, documents, chunk)
+    parts = split(q, k, v, g, beta, documents, chunk)
     groups, heads, count, size, _ = parts.v.shape
-    query_scores, key_scores = _scores(parts)
+    query_scores, key_scores = scores(parts)
     system = (key_scores * parts.decay).mul_(parts.beta.transpose(-1, -2))
     unit = torch.eye(size, dtype=v.dtype, device=v.device)
     inverse = torch.linalg.solve_triangular(system, unit.expand_as(system), upper=False, unitriangular=True)
     del system
     keys = parts.qk[..., size:, :]
-    s = _joined(state.reshape(groups, heads, *state.shape[2:]))
+    s = joined(state.reshape(groups, heads, *state.shape[2:]))
     states, errors = s.new_empty(groups, count, *s.shape[1:]), torch.empty_like(parts.v)
     for n in range(count):
         states[:, n] = s
-        predicted = _apart(keys[:, n] @ s, heads)
+        predicted = apart(keys[:, n] @ s, heads)
         error = inverse[:, :, n] @ (parts.v[:, :, n] - parts.read[:, :, n] * predicted)
         errors[:, :, n] = error
-        written = _joined(error * (parts.write[:, :, n] * parts.beta[:, :, n]))
+        written = joined(error * (parts.write[:, :, n] * parts.beta[:, :, n]))
         s = (s.unflatten(-1, (heads, -1)) * parts.keep[:, :, n].transpose(1, 2)).flatten(2)
         s = torch.baddbmm(s, keys[:, n].transpose(1, 2), written)
     out = (query_scores * parts.decay) @ (errors * parts.beta)
     seen = (parts.qk[..., :size, :] @ states).unflatten(-1, (heads, -1)).permute(0, 3, 1, 2, 4)
     out.addcmul_(parts.read, seen)
-    after = _apart(s, heads).reshape(state.shape)
-    return _rows(out, v.shape[0], v.shape[1]).contiguous(), after, errors, states, inverse
+    after = apart(s, heads).reshape(state.shape)
+    return to_rows(out, v.shape[0], v.shape[1]).contiguous(), after, errors, states, inverse
 
 
 def _backward(
@@ -205,28 +114,28 @@ def _backward(
     """Returns the gradients of q, k, v, g, beta and the first state; `kept` is what `_forward` returns, then q, k, v, g, beta."""
     grad, state_grad = grads
     out, after, errors, states, inverse, q, k, v, g, beta = kept
-    parts = _split(q, k, v, g, beta, documents, chunk)
+    parts = split(q, k, v, g, beta, documents, chunk)
     groups, heads, count, size, _ = parts.v.shape
     rows, length, key_heads = v.shape[0], v.shape[1], k.shape[2]
-    query_scores, key_scores = _scores(parts)
-    out_grad = _chunked(grad, chunk, key_heads)
+    query_scores, key_scores = scores(parts)
+    out_grad = chunked(grad, chunk, key_heads)
     keys = parts.qk[..., size:, :]
     written = errors * parts.beta
     written_grad = (query_scores * parts.decay).transpose(-1, -2) @ out_grad
     value_grad = torch.empty_like(parts.v)
     qk_grad, at_end = torch.empty_like(parts.qk), parts.keep.new_empty(parts.keep.shape)
-    s_grad = _joined(state_grad.reshape(groups, heads, *state_grad.shape[2:]))
-    s_next = _joined(after.reshape(groups, heads, *after.shape[2:]))
+    s_grad = joined(state_grad.reshape(groups, heads, *state_grad.shape[2:]))
+    s_next = joined(after.reshape(groups, heads, *after.shape[2:]))
     for n in reversed(range(count)):
         s, write, read = states[:, n], parts.write[:, :, n], parts.read[:, :, n]
         at_end[:, :, n] = (s_next * s_grad).unflatten(-1, (heads, -1)).sum((1, 3))[..., None, None]
-        written_grad[:, :, n].addcmul_(write, _apart(keys[:, n] @ s_grad, heads))
+        written_grad[:, :, n].addcmul_(write, apart(keys[:, n] @ s_grad, heads))
         reading = inverse[:, :, n].transpose(-1, -2) @ (written_grad[:, :, n] * parts.beta[:, :, n])
         value_grad[:, :, n] = reading
         # Queries and keys read the state with equal formulas, so their gradients are one product.
-        both = torch.cat((_joined(out_grad[:, :, n] * read), _joined(reading * -read)), 1)
+        both = torch.cat((joined(out_grad[:, :, n] * read), joined(reading * -read)), 1)
         torch.bmm(both, s.transpose(1, 2), out=(part := torch.empty_like(parts.qk[:, n])))
-        part[:, size:].baddbmm_(_joined(written[:, :, n] * write), s_grad.transpose(1, 2))
+        part[:, size:].baddbmm_(joined(written[:, :, n] * write), s_grad.transpose(1, 2))
         qk_grad[:, n] = part
         s_grad = (s_grad.unflatten(-1, (heads, -1)) * parts.keep[:, :, n].transpose(1, 2)).flatten(2)
         s_grad = torch.baddbmm(s_grad, parts.qk[:, n].transpose(1, 2), both)
@@ -242,14 +151,11 @@ def _backward(
     qk_grad[..., :size, :] += query_products @ keys
     qk_grad[..., size:, :] += query_products.transpose(-1, -2) @ queries
     qk_grad[..., size:, :] += (key_products + key_products.transpose(-1, -2)) @ keys
-    c_grad = (out_grad * _chunked(out, chunk, key_heads) - parts.v * value_grad).sum(-1, keepdim=True)
-    # g_t is part of c_i for all later i of its chunk; across a border of documents its effect is zero.
-    later = torch.ones(size, size, dtype=v.dtype, device=v.device).triu()
-    same: Any = 1.0 if parts.same is None else parts.same
-    g_grad = (later * same) @ c_grad + at_end * (1.0 if parts.same is None else parts.same[..., -1:])
-    first = _apart(s_grad, heads).reshape(state_grad.shape)
+    c_grad = (out_grad * chunked(out, chunk, key_heads) - parts.v * value_grad).sum(-1, keepdim=True)
+    g_grad = log_decay_gradient(c_grad, at_end, parts.same)
+    first = apart(s_grad, heads).reshape(state_grad.shape)
     grads = (qk_grad[:, None, :, :size], qk_grad[:, None, :, size:], value_grad, g_grad, beta_grad)
-    dq, dk, dv, dg, dbeta = (_rows(x, rows, length) for x in grads)
+    dq, dk, dv, dg, dbeta = (to_rows(x, rows, length) for x in grads)
     return dq, dk, dv, dg.squeeze(-1), dbeta.squeeze(-1), first
 
 

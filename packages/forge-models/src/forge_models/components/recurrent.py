@@ -18,7 +18,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDN(Component):
+class RecurrentLayer(Component):
+    """Base class of the recurrent layers of this distribution."""
+
+    def window_at(self, layer: int) -> int:
+        """Returns 1: a token works with one state, whatever the length."""
+        del layer
+        return 1
+
+    def rotates_at(self, layer: int) -> bool:
+        """Whether layer `layer` has rotary positions: none has."""
+        del layer
+        return False
+
+    def resolved(self, context: BlockContext) -> "RecurrentLayer":
+        """Returns the component with every default of a model resolved."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDN(RecurrentLayer):
     """Gated DeltaNet (Yang et al., 2024): a state of fixed size per head instead of keys and values of all tokens.
 
     Time and memory per token do not grow with the length. A document begins with an empty state. It has no rotary positions. The
@@ -71,16 +90,6 @@ class GDN(Component):
     def units(self, context: BlockContext) -> dict[str, int]:
         """Returns the number of indivisible units of each logical dimension that only this layer has."""
         return {"state_heads": self.heads(context)[0]}
-
-    def window_at(self, layer: int) -> int:
-        """Returns 1: a token works with one state, whatever the length."""
-        del layer
-        return 1
-
-    def rotates_at(self, layer: int) -> bool:
-        """Whether layer `layer` has rotary positions: none has."""
-        del layer
-        return False
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
         """Returns the linear layers by name."""

@@ -10,7 +10,7 @@ from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.components.recurrent import Hybrid, RecurrentLayer
 from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
 from forge_models.hf.rope import meaning, read_rope, write_rope
@@ -119,7 +119,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         result["attention.full"] = tuple(attention.is_full(layer) for layer in range(decoder.layers))
         placements = tuple(decoder.shape.norm_placement_at(layer) for layer in range(decoder.layers))
         recurrent = attention.recurrent
-        if isinstance(recurrent, GDN):
+        if isinstance(recurrent, RecurrentLayer):
             recurrent = recurrent.resolved(decoder.shape.context(0))
         result |= {"norm_placement": placements, "attention.recurrent": recurrent}
         attention = attention.full

@@ -3,6 +3,7 @@
 A state is a chain over the whole row, so each rank computes it for a share of the heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,13 @@ class ExchangedRecurrence:
 
     def recur(
         self,
-        streams: tuple[Tensor, Tensor, Tensor],
-        filters: tuple[Tensor, Tensor, Tensor],
+        streams: Sequence[Tensor],
+        filters: Sequence[tuple[Tensor, Tensor | None]],
         g: Tensor,
         beta: Tensor,
         shared: Any,
         cache: Any = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
         """See `RecurrentCore`; the streams have this rank's positions, and so have the outputs.
 
@@ -60,19 +62,24 @@ class ExchangedRecurrence:
             ValueError: the number of ranks does not divide the key heads.
         """
         if cache is not None:
-            return self.inner.recur(streams, filters, g, beta, shared, cache)
+            return self.inner.recur(streams, filters, g, beta, shared, cache, skip)
         heads, ranks = streams[1].shape[2], self.ranks
         if heads % ranks.size:
             raise ValueError(f"{heads} heads of a recurrent layer cannot be divided among parallel.cp = {ranks.size} ranks")
         order = self._natural(g.shape[1] * ranks.size, g.device)
-        wide = to_heads(ranks, g.unsqueeze(-1).transpose(1, 2), beta.unsqueeze(-1).transpose(1, 2))
+        per_channel = g.dim() == 4
+        wide = to_heads(ranks, (g if per_channel else g.unsqueeze(-1)).transpose(1, 2), beta.unsqueeze(-1).transpose(1, 2))
         narrow = to_heads(ranks, *(x.transpose(1, 2) for x in streams))
-        rows = [x.index_select(2, order).transpose(1, 2) for x in (*narrow, *wide)]
-        own = [weight.unflatten(0, (ranks.size, -1))[ranks.rank] for weight in filters]
-        q, k, v, g, beta = rows
-        out = self.inner.recur((q, k, v), (own[0], own[1], own[2]), g.squeeze(-1), beta.squeeze(-1), shared)
+        *rows, g, beta = (x.index_select(2, order).transpose(1, 2) for x in (*narrow, *wide))
+        own = [(self._own(weight), None if bias is None else self._own(bias)) for weight, bias in filters]
+        skip = None if skip is None else self._own(skip)
+        out = self.inner.recur(rows, own, g if per_channel else g.squeeze(-1), beta.squeeze(-1), shared, skip=skip)
         held = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return to_places(ranks, out.index_select(1, held).transpose(1, 2)).transpose(1, 2)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Returns this rank's heads of a parameter (channels, ...); gradients of the others come from the other ranks."""
+        return parameter.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
 
     def _natural(self, length: int, device: torch.device) -> Tensor:
         """Returns, for each position of a row, its index among the positions in rank order."""
