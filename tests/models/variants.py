@@ -3,7 +3,7 @@
 from typing import Any
 
 from forge_core.registry import Registry
-from forge_models.components.attentions import GQA, MLA
+from forge_models.components.attentions import GQA, MLA, IndexedMLA
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
@@ -15,7 +15,13 @@ SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "voc
 
 LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12}
 
-SMALL: dict[tuple[str, str], dict[str, Any]] = {("attention", "mla"): LATENT, ("attention", "hybrid"): {"full_every": 2}}
+INDEXED = LATENT | {"q_lora_rank": 16, "index_heads": 5, "index_dim": 8, "top_k": 4}
+
+SMALL: dict[tuple[str, str], dict[str, Any]] = {
+    ("attention", "mla"): LATENT,
+    ("attention", "indexed_mla"): INDEXED,
+    ("attention", "hybrid"): {"full_every": 2},
+}
 """Fields of components whose defaults are large, or are for more layers."""
 
 
@@ -50,6 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_heads": 3,
     },
     "query_latent": {"attention": MLA(q_lora_rank=16, **LATENT), "rope": Rope(scaling="yarn", factor=4.0, original_max_length=8)},
+    "indexer_in_warm_up": {
+        "attention": IndexedMLA(**INDEXED, keys="all", kl_weight=0.5),
+        "moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig()),
+    },
     "post_norms": {"norm_placement": "post", "norm": LayerNormConfig()},
     "sandwich": {
         "norm_placement": "sandwich",

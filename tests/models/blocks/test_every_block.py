@@ -15,6 +15,7 @@ from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS
 
 NO_BUFFERS = ("experts_hash", "experts_softmax_topk", "experts_with_a_gate_on_the_shared_one", "experts_with_biases_and_clamps")
+LATENTS = ("mla", "query_latent", "indexed_mla", "indexer_in_warm_up")
 """Variants with experts whose routers are balanced by nothing."""
 every = pytest.mark.parametrize("name", VARIANTS)
 
@@ -53,7 +54,7 @@ def test_specs_are_complete_and_fit(name):
         sizes["heads"] = {6 * head, 6 * 2 * head}  # of outputs, and of queries with gates
     if name == "sinks":
         sizes["heads"] = {6, 6 * head}
-    if "latent" in name or name == "mla":
+    if name in LATENTS:
         sizes["heads"] = {6 * 10, 6 * 12, 6 * 18}  # of queries, values, and keys with values
     if "state_heads" in specs.units:
         sizes["state_heads"] = {6, 6 * 10, 3 * 7, 6 * 9}

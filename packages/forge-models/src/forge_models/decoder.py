@@ -205,7 +205,7 @@ class Decoder(nn.Module):
         attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_mask_key(module.block))
         inputs = (self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
         with scope(f"mtp.depths.{depth}.", self):
-            x, hidden, _ = module(x, *inputs)
+            x, hidden, *_ = module(x, *inputs)
         return x, hidden
 
     def _add_mtp(
@@ -229,11 +229,11 @@ class Decoder(nn.Module):
             here = token != IGNORE if token_mask is None else token_mask & (token != IGNORE)
             token = token.clamp(min=0)  # positions without a token have no label, and positions with a label do not see them
             inputs = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_mask_key(depth.block)))
-            routing = {"token_mask": here, "tokens": token} if depth.block.sparse else {}
+            known = {"token_mask": here, "tokens": token}
             with scope(f"mtp.depths.{name}.", self):
-                x, hidden, router_stats = depth(x, *inputs, **routing)
-            if router_stats is not None:
-                depth.block.mlp.observe(router_stats)
+                x, hidden, *observed = depth(x, *inputs, **{key: known[key] for key in depth.block.reads})
+            if observed:
+                depth.block.observe(*observed)
             mtp_terms.append(head(hidden, label, objective))
         return mtp.add_gradient(terms, mtp_terms)
 
@@ -264,9 +264,11 @@ class Decoder(nn.Module):
             with scope(f"blocks.{name}.", self):
                 layer_cache = None if cache is None else cache.layers[name]
                 x = block(x, rotation, masks.get(_mask_key(block)), layer_cache, **further)
-                if not getattr(block, "sparse", False):
+                if not isinstance(x, tuple):
                     continue
-                x, router_stats = x
+                x, router_stats, *attention_stats = x
+            if attention_stats:
+                block.observe(None, *attention_stats)
             if router_stats is not None:
                 observed += [(block.mlp, router_stats)] if isinstance(router_stats, Tensor) else block.observed(router_stats)
         if observed:

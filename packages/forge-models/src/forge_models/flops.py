@@ -213,10 +213,9 @@ def _require(part: Any, *methods: str) -> None:
 
 def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[int | None, int]:
     """Returns the multiply-adds per key of some layers, by window."""
-    attention: Any = shape.attention
-    windows, widths = shape.windows(), Counter[int | None]()
+    widths = Counter[int | None]()
     for layer in layers:
-        widths[windows[layer]] += attention.score_width(shape.context(layer))
+        widths.update(shape.score_widths(layer))
     return widths
 
 

@@ -10,6 +10,7 @@ PARTS = {
         "gqa": "forge_models.components.attentions:GQA",
         "hybrid": "forge_models.components.recurrent:Hybrid",
         "mamba2": "forge_models.components.state_space:Mamba2",
+        "indexed_mla": "forge_models.components.attentions:IndexedMLA",
         "mla": "forge_models.components.attentions:MLA",
     },
     "forge.mlps": {

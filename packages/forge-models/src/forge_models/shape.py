@@ -275,6 +275,13 @@ class DecoderShape:
         window_at = getattr(self.attention, "window_at", lambda _: None)
         return tuple(window_at(layer) for layer in range(self.blocks))
 
+    def score_widths(self, layer: int) -> Mapping[int | None, int]:
+        """Returns the multiply-adds of one query with one key in block `layer`, by the number of keys of a query; None = all."""
+        at: Any = getattr(self.attention, "at", lambda _: self.attention)
+        part, context = at(layer), self.context(layer)
+        widths: Any = getattr(part, "score_widths", None)
+        return {self.windows()[layer]: part.score_width(context)} if widths is None else widths(context)
+
     def norm_placement_at(self, layer: int) -> NormPlacement:
         """Returns the placement of norms in block `layer`."""
         placement_at: Any = getattr(self.attention, "norm_placement_at", lambda _: None)
@@ -323,7 +330,7 @@ class DecoderShape:
         ropes = (self.rope.of_layer(window is not None) for window in self.windows())
         dynamic = self.rope.scaling == "dynamic" and any(rope.scaling == "dynamic" for rope in ropes)
         reads = ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
-        return (*reads, *self._row_losses)
+        return (*reads, *getattr(self.attention, "whole_rows", ()), *self._row_losses)
 
     @property
     def whole_stream(self) -> tuple[str, ...]:

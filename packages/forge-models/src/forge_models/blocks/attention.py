@@ -540,7 +540,21 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim) -> (B, T, dim). `attention_mask` is the mask that the core prepared for this batch."""
-        q = self._queries(x).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).transpose(1, 2)
+        q, k, v = self.projected(x, self.query_latent(x), rotation, cache)
+        return self.joined(self.core(q, k, v, attention_mask, self.scale))
+
+    def query_latent(self, x: Tensor) -> Tensor:
+        """Returns what queries are computed from: the latent (B, T, q_lora_rank), or (B, T, dim) `x` itself without one."""
+        return x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
+
+    def projected(
+        self, x: Tensor, queries: Tensor, rotation: Rotation, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rotated q and k (B, heads, T or S, qk_nope_head_dim + qk_rope_head_dim), and v (B, heads, S, v_head_dim); S are
+        all tokens of the cache. `queries` is the result of `query_latent`."""
+        project = self.q_proj if self.q_b_proj is None else self.q_b_proj
+        assert project is not None
+        q = project(queries).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).transpose(1, 2)
         q_still, q_turning = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         latent, key = self.kv_a_proj(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         latent, key = tap("attention.latent", self.kv_a_norm(latent)).unsqueeze(1), rotate(key.unsqueeze(1), rotation)
@@ -550,14 +564,11 @@ class LatentAttention(nn.Module):
         k_still, v = made.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         q = tap("attention.q", torch.cat((q_still, rotate(q_turning, rotation)), dim=-1))
         k = tap("attention.k", torch.cat((k_still, key.expand(-1, k_still.shape[1], -1, -1)), dim=-1))
-        out = self.core(q, k, tap("attention.v", v), attention_mask, self.scale)
-        return self.o_proj(tap("attention.heads", out).transpose(1, 2).flatten(2))
+        return q, k, tap("attention.v", v)
 
-    def _queries(self, x: Tensor) -> Tensor:
-        if self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None:
-            return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-        assert self.q_proj is not None
-        return self.q_proj(x)
+    def joined(self, out: Tensor) -> Tensor:
+        """Projects the outputs of all heads, (B, heads, T, v_head_dim) -> (B, T, dim)."""
+        return self.o_proj(tap("attention.heads", out).transpose(1, 2).flatten(2))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the parameters, by name relative to this module, without those of its norms."""

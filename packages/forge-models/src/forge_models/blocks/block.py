@@ -53,7 +53,8 @@ class Block(nn.Module):
         self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before else None
         moe = shape.moe if shape.has_experts(layer) else None
         self.sparse = moe is not None
-        self.reads = ("token_mask", "tokens") if self.sparse else ()
+        self.indexed: bool = getattr(self.attention, "observes", False)
+        self.reads = ("token_mask", "tokens") if self.sparse else ("token_mask",) if self.indexed else ()
         self.mlp: nn.Module = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
 
@@ -65,19 +66,26 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """(B, T, dim) -> (B, T, dim); a sparse block also returns its router statistics.
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """(B, T, dim) -> (B, T, dim); a sparse block also returns its router statistics, and one whose attention has an indexer
+        both router statistics, which may be None, and those of the attention.
 
         Args:
             x: residual stream.
             rotation: rotation of this layer.
             attention_mask: mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
-            token_mask: (B, T) False for padding; used by sparse blocks only.
+            token_mask: (B, T) False for padding; used by sparse blocks and by indexers only.
             tokens: (B, T) token ids, for routers that need them; used by sparse blocks only.
         """
         x = tap("residual", x)
-        inner = tap("attention.output", self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache))
+        arguments = (_normed(x, self.attention_norm), rotation, attention_mask, cache)
+        seen: tuple[Tensor | None, ...] = ()
+        if self.indexed:
+            inner, *seen = self.attention(*arguments, token_mask)
+        else:
+            inner = self.attention(*arguments)
+        inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.parallel:
             inner, x = _normed(x, self.mlp_norm), x + added
@@ -85,9 +93,19 @@ class Block(nn.Module):
             x = tap("residual_mid", x + added)
             inner = _normed(x, self.mlp_norm)
         if not self.sparse:
-            return self._end(x, self.mlp(inner))
+            x = self._end(x, self.mlp(inner))
+            return (x, None, *seen) if self.indexed else x
         inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)
-        return self._end(x, inner), router_stats
+        return self._end(x, inner), router_stats, *seen
+
+    def observe(self, router_stats: Tensor | None, attention_stats: Tensor | None = None) -> None:
+        """Passes what a forward returned besides the residual stream to the modules whose statistics it is."""
+        mlp: Any = self.mlp
+        attention: Any = self.attention
+        if router_stats is not None:
+            mlp.observe(router_stats)
+        if self.indexed:
+            attention.observe(attention_stats)
 
     def _end(self, x: Tensor, inner: Tensor) -> Tensor:
         added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm))
@@ -133,18 +151,16 @@ class MTPModule(nn.Module):
         cache: LayerCache | None = None,
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, router statistics or None).
+    ) -> tuple[Any, ...]:
+        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, and what else the block returns).
 
         The other arguments are those of a block.
         """
         x = self.projection(torch.cat((self.stream_norm(x), self.token_norm(embedded)), dim=-1))
-        router_stats: Tensor | None = None
-        if self.block.sparse:
-            x, router_stats = self.block(x, rotation, attention_mask, cache, token_mask, tokens)
-        else:
-            x = self.block(x, rotation, attention_mask, cache)
-        return x, tap("norm", self.norm(x)), router_stats
+        given = {"token_mask": token_mask, "tokens": tokens}
+        found = self.block(x, rotation, attention_mask, cache, **{name: given[name] for name in self.block.reads})
+        x, *further = found if isinstance(found, tuple) else (found,)
+        return x, tap("norm", self.norm(x)), *further
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the projection; norms and block describe themselves."""

@@ -16,6 +16,8 @@ class LayerCache:
     def __init__(self, owner: "KVCache") -> None:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+        self.index: Tensor | None = None
+        """Keys of an indexer, (B, 1, capacity, head_dim)."""
         self.memory: tuple[Tensor, Tensor] | None = None
         """Keys and values of inputs outside the residual stream, such as images to which the layer attends."""
         self.recurrent: tuple[tuple[Tensor, ...] | None, Tensor | None] = (None, None)
@@ -34,16 +36,25 @@ class LayerCache:
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, kv_heads, T, head_dim) in the slots of the current forward; returns all slots in use."""
-        if self.k is None or self.v is None:
-            batch, heads, _, head_dim = k.shape
+        self.k, keys = self._stored(self.k, k)
+        self.v, values = self._stored(self.v, v)
+        return keys, values
+
+    def update_index(self, k: Tensor) -> Tensor:
+        """Stores the keys of an indexer, (B, 1, T, head_dim), like `update`; returns all slots in use."""
+        self.index, keys = self._stored(self.index, k)
+        return keys
+
+    def _stored(self, buffer: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the buffer with (B, heads, T, width) stored in the slots of the current forward, and its slots in use."""
+        if buffer is None:
+            batch, heads, _, width = x.shape
             # Zeros, not uninitialized memory: a masked slot contributes 0 * value, and 0 * NaN is NaN.
-            self.k = k.new_zeros(batch, heads, self._owner.capacity, head_dim)
-            self.v = v.new_zeros(batch, heads, self._owner.capacity, v.shape[-1])
+            buffer = x.new_zeros(batch, heads, self._owner.capacity, width)
         slots, extent = self._owner.slots, self._owner.extent
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        self.k[rows, :, slots] = k.transpose(1, 2)
-        self.v[rows, :, slots] = v.transpose(1, 2)
-        return self.k[:, :, :extent], self.v[:, :, :extent]
+        buffer[rows, :, slots] = x.transpose(1, 2)
+        return buffer, buffer[:, :, :extent]
 
 
 class KVCache:

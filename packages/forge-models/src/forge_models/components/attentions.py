@@ -233,3 +233,101 @@ class MLA(Component):
             norm=self.norm(context),
             core=self.core,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedMLA(MLA):
+    """MLA to the `top_k` keys that an indexer chooses for each query (DeepSeek-V3.2, 2025).
+
+    The indexer has few small heads, and learns from the attention of the layer: the divergence of its scores from the summed
+    attention weights is part of the minimized loss, and trains nothing else. Chosen keys are a mask, so a forward computes no
+    fewer products than MLA does.
+    """
+
+    q_lora_rank: Annotated[int, Gt(0)] = 1536  # type: ignore[override]  # the indexer has no other queries
+    """Width of the latent from which queries, also those of the indexer, are computed."""
+    index_heads: Annotated[int, Gt(0)] = 64
+    """Number of heads of the indexer."""
+    index_dim: Annotated[int, Gt(0)] = 128
+    """Width of a head of the indexer, whose first qk_rope_head_dim dimensions are rotated."""
+    top_k: Annotated[int, Gt(0)] = 2048
+    """Number of keys that the indexer chooses for a query; at most the model's `max_length`."""
+    keys: Literal["chosen", "all"] = "chosen"
+    """Keys to which a query attends: those that the indexer chooses, or all, to warm up an indexer whose choice nothing depends
+    on yet (then freeze all other parameters with `[[parameters.groups]]`)."""
+    kl_weight: Annotated[float, Gt(0)] = 1.0
+    """Weight of the indexer's loss: the mean over tokens of the divergence of its scores from attention, in nats, summed over
+    layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.index_dim < self.qk_rope_head_dim:
+            raise ValueError(f"index_dim {self.index_dim} must be at least qk_rope_head_dim {self.qk_rope_head_dim}")
+        if self.core not in ("auto", "sdpa"):
+            raise ValueError(f"core {self.core!r} does not support chosen keys; use 'sdpa' or 'auto'")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[IndexedMLA]":
+        """Returns small examples with chosen and with all keys."""
+        latent = {"q_lora_rank": 7, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+        small = cls(**latent, index_heads=3, index_dim=6, top_k=2)
+        return (small, replace(small, keys="all", kl_weight=0.5))
+
+    @property
+    def feature(self) -> str:
+        """Name of what tests must prove in each layout."""
+        return "indexer"
+
+    @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """Reasons why ranks must not share rows."""
+        return ("model.attention.top_k, which chooses among the keys of a whole row",)
+
+    def check(self, context: BlockContext) -> None:
+        """Checks the settings against the sizes of the model.
+
+        Raises:
+            ValueError: a setting does not fit the model.
+        """
+        super().check(context)
+        if self.top_k > context.max_length:
+            raise ValueError(
+                f"top_k {self.top_k} exceeds max_length {context.max_length}, so a query would never have a choice; lower top_k, "
+                "or use attention 'mla'"
+            )
+
+    def matrices(self, context: BlockContext) -> dict[str, Matrix]:
+        """Returns the linear layers by name."""
+        return super().matrices(context) | {
+            "indexer.q_proj": Matrix((self.index_heads * self.index_dim, self.q_lora_rank), (None, None)),
+            "indexer.k_proj": Matrix((self.index_dim, context.dim), (None, "embed")),
+            "indexer.weights_proj": Matrix((self.index_heads, context.dim), (None, "embed")),
+        }
+
+    def score_width(self, context: BlockContext) -> int:
+        """Returns the multiply-adds of one query with one key, for the indexer and for attention."""
+        return sum(self.score_widths(context).values())
+
+    def score_widths(self, context: BlockContext) -> dict[int | None, int]:
+        """Returns the multiply-adds of one query with one key by the number of keys: the indexer scores all of them (None), and
+        attention has `top_k`."""
+        index, attention = self.index_heads * self.index_dim, super().score_width(context)
+        return {None: index, self.top_k: attention} if self.keys == "chosen" else {None: index + attention}
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.indexer import IndexedAttention
+
+        return IndexedAttention(
+            context,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            norm=self.norm(context),
+            index_heads=self.index_heads,
+            index_dim=self.index_dim,
+            top_k=self.top_k,
+            chooses=self.keys == "chosen",
+            kl_weight=self.kl_weight,
+        )

@@ -201,6 +201,11 @@ class Hybrid(Component):
         return rotates_at is None or rotates_at(layer)
 
     @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """Reasons why ranks must not share rows."""
+        return getattr(self.full, "whole_rows", ())
+
+    @property
     def core(self) -> Any:
         """Kernel of the full attention."""
         return getattr(self.full, "core", None)

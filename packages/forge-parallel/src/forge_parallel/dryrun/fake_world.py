@@ -233,9 +233,12 @@ class FusedCoreOperator:
 
     def __init__(self, inner: AttentionCore) -> None:
         self.capped, self.causal = getattr(inner, "capped", False), getattr(inner, "causal", True)
+        self.masks = inner.prepare if getattr(inner, "masked", False) else None
 
-    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> "Causal":
-        """Returns whether only future positions are hidden."""
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> "Causal | Tensor":
+        """Returns whether only future positions are hidden; of a core that needs a mask on every device, this mask."""
+        if self.masks is not None:
+            return self.masks(documents, length, window, device)
         return Causal(documents is None and (window is None or window >= length))
 
     def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> "Causal":
@@ -247,13 +250,17 @@ class FusedCoreOperator:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        shared: "Causal",
+        shared: "Causal | Tensor",
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width), sinks (heads,) ->
         (B, heads, T, width)."""
+        if isinstance(shared, Tensor):
+            bias = torch.zeros_like(shared, dtype=q.dtype).masked_fill_(~shared, float("-inf"))
+            wide = (attention_math(q, k, v, bias, scale=scale),) if q.dtype == torch.float64 else None
+            return (wide or attention_cudnn(q, k, v, bias, True, scale=scale))[0]
         if sinks is not None:  # they scale the output of the kernel
             out = self(q, k, v, Causal(False), scale, soft_cap)
             return (out * sinks.view(-1, 1, 1).sigmoid()).to(out.dtype)

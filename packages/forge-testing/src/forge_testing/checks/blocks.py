@@ -102,6 +102,7 @@ class AttentionChecks:
     def check_gradients(component: Any) -> None:
         """Checks that every parameter has a finite, nonzero gradient."""
         attend, x = _built_attention(component)
+        attend.module.train()  # an indexer has a loss of its own, in training only
         modules.learns(attend.module, lambda: attend(x))
 
 
@@ -126,7 +127,8 @@ class _Attend:
         core = getattr(self.module, "core", None)
         window = getattr(self.module, "window", None)
         mask = None if core is None else core.prepare(documents, x.shape[1], window, x.device)
-        return self.module(x, rotary(positions, documents), mask, None)
+        found = self.module(x, rotary(positions, documents), mask, None)
+        return found[0] if isinstance(found, tuple) else found  # an attention with an indexer also returns statistics
 
 
 class NormChecks:

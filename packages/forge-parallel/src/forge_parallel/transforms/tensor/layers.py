@@ -160,6 +160,14 @@ class SideInputs(Split):
         return whole.narrow(SEQUENCE, self.tp.rank * length, length)
 
 
+class SummedHeads(Split):
+    """A sum over all heads, from the sums over the heads of each rank. It has no gradient."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        """(B, this rank's heads, T, ...) -> (B, T, ...), equal on all ranks."""
+        return Sum.apply(super().forward(x, *args), self.tp)
+
+
 class KVCopy(Split):
     """Uses the rows of one key-value head of a weight that every rank holds whole."""
 
@@ -177,6 +185,7 @@ _MIXINS = {
     Role.TABLE: VocabParallelEmbedding,
     Role.HEAD: VocabParallelHead,
     Role.KV_COPY: KVCopy,
+    Role.HEAD_SUM: SummedHeads,
     Role.ACROSS: Across,
 }
 

@@ -32,6 +32,7 @@ class Role(Enum):
     ENTERING = "a column that takes the residual stream itself, without a region around it"
     GATHERED = "an entering column whose outputs are brought together"
     EXPERTS = "runs all experts on this rank's share of their features, and sums what ranks make of each token"
+    HEAD_SUM = "sums over this rank's heads; the sums of all ranks are added"
     SIDE_INPUTS = "takes the residual stream, and its own part of the tensors that come whole with it"
     STREAM = "works on the residual stream, or inside a region on what every rank has"
 
@@ -109,6 +110,8 @@ def tensor_parallel_rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     with_side_inputs = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and len(module.inputs) > 1)
     roles |= dict.fromkeys(with_side_inputs, Role.SIDE_INPUTS)
     roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no tensor of its own
+    over_heads = (path for path, module in specs.modules.items() if "heads" in module.inputs[0][:-1])
+    roles |= {path: Role.HEAD_SUM for path in over_heads if "heads" not in specs.modules[path].outputs[0]}
     for copy, original in specs.ties.items():  # nor has an embedding that is looked up under a second name
         path = copy.rpartition(".")[0]
         if path in specs.modules and roles.get(original.rpartition(".")[0]) is Role.TABLE:
