@@ -12,12 +12,13 @@ from forge_core.component import Component
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE, row_lengths
+from forge_models.quantized_weights import DequantizedWeights, in_full
 
 Shape = tuple[int, ...]
 
 
 class Parts:
-    """Names of the tensors of a model with an adapter; building it allocates nothing.
+    """Names of the tensors of a model with an adapter, whose base counts as not quantized; building it allocates nothing.
 
     Attributes:
         base: names of the tensors that belong to the base.
@@ -27,7 +28,7 @@ class Parts:
 
     def __init__(self, model: Any) -> None:
         with torch.device("meta"):
-            module = model.build()
+            module = in_full(model).build()
         specs = module.specs()
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.base = specs.base
@@ -92,8 +93,12 @@ def _some(names: Sequence[str]) -> str:
 class AdaptedWeights:
     """`Weights` of a model with an adapter; each tensor comes from the base or from the adapter.
 
+    Of a base that the run held quantized they have the dequantized values, and their model one in full precision: so inference,
+    merged models and conversions compute what the run computed.
+
     Attributes:
-        base: the base's weights.
+        base: the base's weights, as they are stored.
+        base_format: how the run held the base (`LoRAConfig.base_format`).
         adapter: the adapter's weights, which may have other tensors as well.
     """
 
@@ -106,30 +111,34 @@ class AdaptedWeights:
         parts.check_base(base)
         parts.check_adapter(adapter)
         self.base, self.adapter = base, adapter
-        self.model: Component = model
+        self.base_format: str = model.lora.base_format
+        self._values = base if self.base_format == "full" else DequantizedWeights(base, model)
+        self.model: Component = in_full(model)
         self._of_base = parts.base & set(base.tensors)
         own = {name: entry for name, entry in adapter.tensors.items() if name in parts.shapes and name not in self._of_base}
-        self.tensors: Mapping[str, StoredTensor] = {**{name: base.tensors[name] for name in sorted(self._of_base)}, **own}
+        values = self._values.tensors
+        self.tensors: Mapping[str, StoredTensor] = {**{name: values[name] for name in sorted(self._of_base)}, **own}
         known, facts = base.facts, adapter.facts
+        held = () if self.base_format == "full" else (f"matrices of the base have the values of {self.base_format}, as in training",)
         self.facts = replace(
             facts,
             special_tokens=facts.special_tokens or known.special_tokens,
             ends=facts.ends or known.ends,
             tokenizer=facts.tokenizer or known.tokenizer,
             family=facts.family or known.family,
-            notes=(*known.notes, *facts.notes),
+            notes=(*known.notes, *facts.notes, *held),
         )
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns whole tensors."""
         theirs = [name for name in names if name in self._of_base]
         ours = [name for name in names if name not in self._of_base]
-        found = {**(self.base.read(theirs) if theirs else {}), **(self.adapter.read(ours) if ours else {})}
+        found = {**(self._values.read(theirs) if theirs else {}), **(self.adapter.read(ours) if ours else {})}
         return {name: found[name] for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
         """Returns a box of one tensor."""
-        return (self.base if name in self._of_base else self.adapter).box(name, offset, extent)
+        return (self._values if name in self._of_base else self.adapter).box(name, offset, extent)
 
 
 class MergedWeights:

@@ -12,6 +12,7 @@ from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.blocks.lora import MAGNITUDE
 from forge_models.lora_weights import Parts, base_hash, check_hash, magnitudes_of, names_of, tensor_hash
+from forge_models.quantized_weights import DequantizedWeights, QuantizedWeights
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.realize import initialize
 from forge_train.formats.base import BASE, open_base
@@ -46,6 +47,8 @@ class FrozenBase:
         for reply in world.all_gather(json.dumps(own).encode()):
             hashes |= json.loads(reply)
         self.identity = {"sha256": base_hash(hashes), "origin": self.weights.facts.origin, "tensors": len(names)}
+        if (kind := self._model.lora.base_format) != "full":
+            self.identity["format"] = kind
         origin = self.weights.facts.origin
         self.notes = [
             *(f"{origin}: {note}" for note in self.weights.facts.notes),
@@ -64,12 +67,14 @@ class FrozenBase:
     @torch.no_grad()
     def fill(self, model: ParallelModel) -> None:
         """Fills this rank's shards of the base."""
-        held = set(self.weights.tensors)
+        full = self._model.lora.base_format == "full"
+        weights = self.weights if full else QuantizedWeights(self.weights, self._model)
+        held = set(weights.tensors)
         for name, tensor in model.tensors():
             if name in model.specs.base and name in held:
                 piece = model.piece(name, tensor)
                 if piece.local.numel():
-                    piece.local.copy_(self.weights.box(name, piece.offset, tuple(piece.local.shape)))
+                    piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))
         initialize(model, self._seed, [name for name in model.specs.base if name not in held])
 
     @torch.no_grad()
@@ -84,6 +89,8 @@ class FrozenBase:
         path = self._model.lora.from_adapter
         adapter = None if path is None else self._opened(path)
         names = Parts(self._model).adapter
+        full = self._model.lora.base_format == "full"
+        values = self.weights if full else DequantizedWeights(self.weights, self._model)
         for name, tensor in model.tensors():
             piece = model.piece(name, tensor)
             if name not in names or not piece.local.numel():
@@ -92,7 +99,7 @@ class FrozenBase:
             if adapter is not None:
                 piece.local.copy_(adapter.box(name, piece.offset, extent))
             elif name.endswith(MAGNITUDE):
-                piece.local.copy_(magnitudes_of(self.weights, name, piece.offset, extent))
+                piece.local.copy_(magnitudes_of(values, name, piece.offset, extent))
 
     def _opened(self, path: str) -> Weights:
         kind = format_of(path)
@@ -110,6 +117,11 @@ class FrozenBase:
             if BASE not in stored.meta:
                 raise ForgeError(f"model.lora.from_adapter: {stored.facts.origin} has no adapter; name a run with [model.lora]")
             self.check(stored.facts.origin, stored.meta)
+            if (there := stored.meta[BASE].get("format", "full")) != (here := self._model.lora.base_format):
+                raise ForgeError(
+                    f"{stored.facts.origin} was trained on a base in the format {there!r}, but [model.lora] has {here!r}; set "
+                    f"model.lora.base_format = {there!r}, or merge that adapter into its base, and train on the result"
+                )
             adapter = stored
         Parts(self._model).check_adapter(adapter)
         if (other := getattr(adapter.model, "lora", None)) is not None and other.scaling != self._model.lora.scaling:

@@ -82,12 +82,20 @@ class DoRALinear(LoRALinear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in torch
         """(..., inputs) -> (..., outputs)."""
-        weight, a, b, bias = self.weight, self.lora_a, self.lora_b, self.bias
+        a, b, bias = self.lora_a, self.lora_b, self.bias
         with torch.no_grad():
-            length = row_lengths(weight + self.scaling * (b @ a))
-        out = F.linear(input, weight) + self.scaling * F.linear(F.linear(input, a), b)
+            length = row_lengths(self.matrix() + self.scaling * (b @ a))
+        out = self.unbiased(input) + self.scaling * F.linear(F.linear(input, a), b)
         out = out * (self.lora_magnitude / length)
         return out if bias is None else out + bias
+
+    def unbiased(self, rows: Tensor) -> Tensor:
+        """Returns the output of the base without its bias."""
+        return F.linear(rows, self.weight)
+
+    def matrix(self) -> Tensor:
+        """Returns the weight of the base."""
+        return self.weight
 
 
 def row_lengths(matrix: Tensor) -> Tensor:

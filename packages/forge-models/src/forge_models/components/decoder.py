@@ -159,6 +159,7 @@ class DecoderConfig(Component):
         if shape.declares_matrices:
             hidden, experts = shape.matrices()
             lora.check([*hidden, *experts])
+            lora.check_format(hidden | experts)
 
     def _check_size(self, shape: DecoderShape) -> None:
         if (size := shape.elements) > MOST_ELEMENTS:
@@ -234,6 +235,11 @@ class DecoderConfig(Component):
             router: Any = shape.moe.router
             shape = replace(shape, moe=replace(shape.moe, router=replace(router, bias_rate=0.0)))
         model = decoder.Decoder(shape)
-        attach(model, self.lora.matched(matrices_of(model)), self.lora)
+        matrices = matrices_of(model)
+        attach(model, self.lora.matched(matrices), self.lora)
         model.adapted = True
+        if self.lora.base_format != "full":
+            from forge_models.blocks.quantized import quantize
+
+            quantize(model, matrices, self.lora.base_format)
         return model

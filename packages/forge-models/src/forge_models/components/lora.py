@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
 from types import MappingProxyType
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Place
 from forge_core.errors import did_you_mean
+from forge_core.specs import Matrix
+from forge_models.base_format import Format, rows_refusal
 
 ALL_LINEAR = "all-linear"
 """Target that means every linear layer, as in the peft library."""
@@ -45,6 +47,11 @@ class LoRAConfig:
     dora: bool = False
     """Whether the length of each row of W + s B A is a trained vector, which starts as that of W (DoRA, Liu et al., 2024). Not
     for experts, and not with `parallel.tp`."""
+    base_format: Literal["full"] | Format = "full"
+    """How the matrices of the blocks of the base are held: in `precision.state`, or quantized, with 8 bits per value and a scale
+    per row, or 4.5 bits per value (QLoRA, Dettmers et al., 2023). They are quantized while they are read, and dequantized for
+    each product; everything computes with the quantized base, the merged model included. `nf4` needs rows of a multiple of 64
+    values."""
     from_adapter: Annotated[str | None, FREE, Place] = None
     """Adapter that the run starts from: a folder of the peft library, or a run or checkpoint of Forge with an adapter of the same
     base. Unset, A is random and B is zero, so that the model starts as its base."""
@@ -86,6 +93,17 @@ class LoRAConfig:
             ValueError: see `matched`.
         """
         self.matched(names)
+
+
+    def check_format(self, matrices: Mapping[str, Matrix]) -> None:
+        """Checks that all matrices of the base, by name, can be held in `base_format`.
+
+        Raises:
+            ValueError: rows cannot be divided into blocks.
+        """
+        for name, matrix in matrices.items():
+            if why := rows_refusal(name, matrix.shape[1], self.base_format):
+                raise ValueError(why)
 
 
 def _matches(pattern: str, name: str, others: Mapping[str, str]) -> bool:

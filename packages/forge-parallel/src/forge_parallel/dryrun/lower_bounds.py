@@ -152,7 +152,9 @@ def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int, times:
     gathered = scattered = 0
     for name, tensor in model.parameters_held():
         elements = times(name) * _elements(tensor)
-        gathered += elements * (gathers if name.startswith(blocks) else 1)
+        # Codes and scales of a quantized base are gathered as they are.
+        size_of_one = model.compute.itemsize if tensor.is_floating_point() else tensor.element_size()
+        gathered += elements * size_of_one * (gathers if name.startswith(blocks) else 1)
         scattered += elements * tensor.requires_grad
     context = model.contexts[0]
     wide = torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else context.state
@@ -160,7 +162,7 @@ def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int, times:
     if size > 1:
         mesh = model.topology.data_mesh
         axis = axis_of(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)), layout)
-        yield Bound(axis, "all_gather", micro_batches * _share(gathered * context.compute.itemsize, size))
+        yield Bound(axis, "all_gather", micro_batches * _share(gathered, size))
         yield Bound(axis, "reduce_scatter", reductions * _share(scattered * wide.itemsize, size))
     if layout.dp_replicate > 1:
         summed = 2 * _share(scattered * wide.itemsize, layout.dp_replicate)
