@@ -96,6 +96,16 @@ class TransformersConfig(Component):
         """Name of the architecture in transformers; empty without a configuration."""
         return json.loads(self.config)["model_type"] if self.config else ""
 
+    def hollow(self) -> Any:
+        """Returns the module of the class on the meta device.
+
+        Raises:
+            Unsupported: transformers cannot build it.
+        """
+        from forge_models.hf.causal_lm_anatomy import built, read_settings
+
+        return built(read_settings(self.config, self.settings))
+
     def weights(self) -> "causal_lm_weights.CausalLMFolder | None":
         """Returns the weights that a new run starts from; None if they are drawn.
 

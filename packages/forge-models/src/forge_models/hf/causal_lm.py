@@ -57,8 +57,16 @@ def causal_lm(config: str, settings: Mapping[str, Any], drawn: bool = False, pac
     Raises:
         Unsupported: transformers is not installed, does not know the model, or Forge cannot train this class; says why.
     """
-    _offer()
-    module = built(read_settings(config, settings))
+    offer_experts()
+    return mixed(built(read_settings(config, settings)), CausalLM, drawn, packs)
+
+
+def mixed(module: Any, kind: "type[CausalLM]", drawn: bool, packs: bool) -> Any:
+    """Returns a module of transformers with `kind` mixed into its class; see `causal_lm`.
+
+    Raises:
+        Unsupported: Forge cannot train the class; says why.
+    """
     with torch.device("cpu"):  # callers build models on the meta device; constants have values
         keep_constants(module)
         anatomy = Anatomy.of(module)
@@ -69,12 +77,12 @@ def causal_lm(config: str, settings: Mapping[str, Any], drawn: bool = False, pac
                 f"{type(module).__name__} initializes {name} in a way that Forge cannot draw for every layout ({how}), and "
                 f"{len(odd) - 1} more; start from weights: set model.folder and leave out weights_from"
             )
-        module.__class__ = _mixed(type(module))
+        module.__class__ = _mixed(type(module), kind)
         module.prepare(anatomy, inits, packs)
     return module
 
 
-def _offer() -> None:
+def offer_experts() -> None:
     """Makes `run_experts` known to transformers.
 
     Raises:
@@ -440,5 +448,5 @@ def _places(documents: Tensor) -> Tensor:
 
 
 @cache
-def _mixed(original: type[nn.Module]) -> type[nn.Module]:
-    return type(original.__name__, (CausalLM, original), {"original": original})
+def _mixed(original: type[nn.Module], kind: type[CausalLM]) -> type[nn.Module]:
+    return type(original.__name__, (kind, original), {"original": original})

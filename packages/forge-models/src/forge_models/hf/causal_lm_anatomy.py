@@ -40,8 +40,26 @@ def read_settings(config: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def built(values: Mapping[str, Any]) -> Any:
-    """Returns the module of a configuration on the meta device, as transformers builds it.
+@dataclass(frozen=True)
+class Task:
+    """What the classes of an Auto class do.
+
+    Attributes:
+        loader: name of the Auto class.
+        mapping: name of its table of classes.
+        what: text for messages.
+    """
+
+    loader: str
+    mapping: str
+    what: str
+
+
+CAUSAL_LM = Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model")
+
+
+def built(values: Mapping[str, Any], task: Task = CAUSAL_LM) -> Any:
+    """Returns the module of a configuration on the meta device, as transformers builds it for a task.
 
     Raises:
         Unsupported: transformers does not know the model, or cannot build it; or the folder needs its own code.
@@ -55,19 +73,19 @@ def built(values: Mapping[str, Any]) -> Any:
             f"model_type {kind!r} is not known to transformers {transformers.__version__}{code}; install a version that has it"
         )
     config = transformers.CONFIG_MAPPING[kind].from_dict(dict(values))
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Unsupported(f"model_type {kind!r} has no causal language model in transformers {transformers.__version__}")
+    if type(config) not in getattr(transformers, task.mapping):
+        raise Unsupported(f"model_type {kind!r} has no {task.what} in transformers {transformers.__version__}")
     _refuse_settings(config)
     config.use_cache = False
     text = config.get_text_config()
     text.use_cache = False
-    attention = "sdpa"
+    attention, loader = "sdpa", getattr(transformers, task.loader)
     with torch.device("meta"):
         try:
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            module = loader.from_config(config, attn_implementation=attention)
         except ValueError:  # classes without SDPA
             attention = "eager"
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            module = loader.from_config(config, attn_implementation=attention)
         except Exception as cause:
             raise Unsupported(
                 f"transformers cannot build {kind!r} on the meta device: {type(cause).__name__}: {cause}"

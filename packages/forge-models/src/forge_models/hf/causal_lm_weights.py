@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge_core.protocols.weights import StoredTensor, Weights
-from forge_models.hf.causal_lm_anatomy import built, read_settings, tied
+from forge_models.hf.causal_lm_anatomy import read_settings, tied
 from forge_models.hf.config import Unsupported, read_config
 from forge_models.hf.names import DERIVED, TensorPlace
 from forge_models.hf.reader import FLOATS, TOKENS, CheckpointTensors, facts_in
@@ -93,7 +93,7 @@ class CausalLMFolder(CheckpointTensors):
         super().__init__(folder)
         self.model = model
         values = read_config(folder)
-        self.module = built(read_settings(model.config, model.settings))
+        self.module = model.hollow()
         wanted = _wanted(self.module)
         conversions, left = _conversions(self.module, sorted(self.names), wanted)
         ties = tied(self.module)
@@ -205,7 +205,7 @@ class FolderTensors:
         model: Any = weights.model
         self.model, self.facts = weights.model, weights.facts
         self._weights = weights
-        self._module = built(read_settings(model.config, model.settings))
+        self._module = model.hollow()
         self.architecture = type(self._module).__name__
         self._groups: dict[str, tuple[str, ...]] = {}
         tensors: dict[str, StoredTensor] = {}

@@ -1,0 +1,302 @@
+"""Any image-text model of transformers as a model of Forge: `CausalLM` with images.
+
+The body of a class computes hidden states from tokens and images; the loss is computed from them in parts. Both towers are
+blocks of the specs. A batch without images runs the vision tower on a blank image whose features count zero, at the place where
+the class runs it: ranks that shard parameters then make the same collectives in the same order.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from forge_core.batch import IGNORE, Batch
+from forge_core.protocols.model import Objective
+from forge_core.specs import Init, Specs
+from forge_models.hf.causal_lm import CausalLM, mixed, offer_experts
+from forge_models.hf.causal_lm_anatomy import Anatomy, Task, arguments, built, read_settings
+from forge_models.hf.config import Unsupported
+from forge_models.torch_private import assert_async
+from forge_vlm.hf.image_arguments import PATCHES, ImageArguments
+
+IMAGE_TEXT = Task("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "image-text model")
+MARKS = ("token_type_ids", "mm_token_type_ids")
+"""Arguments of forwards that mark the placeholders of images."""
+UNUSED = ("last_hidden_state", "hidden_states", "attentions")
+"""Outputs of a vision tower that do not reach the text model."""
+
+
+def image_text_model(config: str, settings: Mapping[str, Any], most: int, drawn: bool = False) -> "ImageTextModel":
+    """Returns the model of a configuration, with parameters and persistent buffers on the meta device.
+
+    Args:
+        config: content of `config.json`.
+        settings: keys that replace those of `config`.
+        most: maximum number of patches of an image that keeps its proportions.
+        drawn: whether initial weights are drawn, so that every initial value must be one that a spec can express.
+
+    Raises:
+        Unsupported: transformers is not installed, does not know the model, or Forge cannot train this class; says why.
+    """
+    offer_experts()
+    module = hollow(config, settings)
+    images = ImageArguments.of(module.config, most)
+    model: ImageTextModel = mixed(module, ImageTextModel, drawn, packs=False)
+    model.see(images)
+    return model
+
+
+def hollow(config: str, settings: Mapping[str, Any]) -> Any:
+    """Returns the module of a configuration on the meta device.
+
+    Raises:
+        Unsupported: the class is unknown, or dropout is on.
+    """
+    module = built(read_settings(config, settings), IMAGE_TEXT)
+    vision = getattr(module.config, "vision_config", None)
+    values = vision.to_dict() if vision is not None else {}
+    random = sorted(key for key, value in values.items() if "drop" in key and isinstance(value, float) and value > 0)
+    if random:
+        keys = ", ".join(f"{key} = 0.0" for key in random)
+        raise Unsupported(f"dropout would differ between layouts; set {keys} in vision_config of config.json")
+    return module
+
+
+class ImageTextModel(CausalLM):
+    """Mixed into an image-text class of transformers.
+
+    Attributes:
+        images: form of its images.
+    """
+
+    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows"})
+    images: ImageArguments
+
+    def prepare(self, anatomy: Anatomy, inits: Mapping[str, Init | str], packs: bool) -> None:
+        """See `CausalLM`; blocks are those of both towers.
+
+        Raises:
+            Unsupported: the loss would need whole logits.
+        """
+        if not anatomy.head:
+            raise Unsupported(f"{type(self).__name__} is refused: {anatomy.why_whole}")
+        super().prepare(replace(anatomy, blocks=_blocks(self)), inits, packs)
+        self.is_blank = False
+        embed: nn.Module = self.get_submodule(anatomy.embed)
+        embed.register_forward_hook(self._with_blank)
+
+    def see(self, images: ImageArguments) -> None:
+        """Sets the form of images, and counts the placeholders of a tile with one forward on the meta device."""
+        self.images = images
+        if images.kind == PATCHES or images.per_tile:
+            return
+        with _on_meta(self), torch.no_grad():
+            found = self._features(images.blank(torch.empty(0, device="meta")), torch.float32)
+        self.images = replace(images, per_tile=found.numel() // found.shape[-1])
+
+    def _features(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the vectors (placeholders, width) that replace the placeholders of items."""
+        out = self.get_image_features(**self.images.arguments(images, dtype), return_dict=True)
+        found = out.pooler_output if hasattr(out, "pooler_output") else out
+        found = torch.cat([*found]) if isinstance(found, list | tuple) else found
+        return found.flatten(0, -2)
+
+    def _with_blank(self, _embed: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        """Adds zero times the features of a blank image to the embeddings."""
+        if not self.is_blank:
+            return out
+        self.is_blank = False  # an image tower may embed as well
+        given = self.images.arguments(self.images.blank(out), out.dtype)
+        found = self.get_image_features(**given, return_dict=True)
+        # What the class does not use gets no gradient on ranks with images, so it must not get one here.
+        used = {name: value for name, value in dict(found).items() if name not in UNUSED}
+        tensors = [each for each in tree_leaves(used) if isinstance(each, Tensor) and each.is_floating_point()]
+        return out + sum((each.sum() * 0 for each in tensors), start=out.new_zeros(()))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,  # noqa: ARG002 (of one document, as the class counts them, or in rows and columns)
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        objective: Objective | None = None,
+        images: Tensor | None = None,
+        image_rows: Tensor | None = None,
+    ) -> Any:
+        """Returns logits (B, T, vocab), with an objective its `LossTerms`.
+
+        Args:
+            x: (B, T) int64 tokens, with placeholders of images.
+            positions: unused; each row is one document.
+            documents: (B, T) document of each token, of which a row has one; None: there is no padding.
+            labels: (B, T) int64, already shifted; required by an objective.
+            objective: the loss to minimize.
+            images: (n, *shape) float32 items of the rows, one row after the other; None: the batch is text.
+            image_rows: (B, M) int64 numbers of the items of each row, padded with -1.
+
+        Raises:
+            ValueError: a row has several documents, or more or fewer placeholders than its images need; on a GPU the device
+                asserts it.
+        """
+        if documents is not None:
+            self._refuse_several(documents)
+        if self.constants_on != x.device:
+            self._move_constants(x.device)
+        self._check(x, images, image_rows)
+        body: Any = self.get_submodule(self.anatomy.body)
+        takes = arguments(type(body))
+        given: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+        marks = (x == self.images.token).long()
+        given |= {name: marks for name in MARKS if name in takes}
+        if images is not None:
+            given |= self.images.arguments(images, self.get_submodule(self.anatomy.embed).weight.dtype)
+        self.is_blank = images is None
+        try:
+            hidden = body(input_ids=x, **given)[0]
+        finally:
+            self.is_blank = False
+        return self.get_submodule(self.anatomy.head)(hidden, labels, objective)
+
+    def _check(self, x: Tensor, images: Tensor | None, image_rows: Tensor | None) -> None:
+        """Checks the number of placeholders of each row; the class counts those of the whole batch only."""
+        if (images is None) != (image_rows is None):
+            raise ValueError("images and image_rows go together; give both, or neither for text")
+        if x.is_meta or torch.compiler.is_compiling():
+            return
+        wanted = x.new_zeros(len(x))
+        if images is not None and image_rows is not None:
+            counts = torch.cat([self.images.counts(images), x.new_zeros(1)])  # the last one is that of -1
+            wanted = counts[image_rows].sum(1)
+        found = (x == self.images.token).sum(1)
+        wrong = found != wanted
+        message = "a row has more or fewer placeholders than its images need"
+        if x.device.type != "cpu":
+            assert_async(~wrong.any(), message)
+        elif wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{message}: row {row} has {int(found[row])} tokens {self.images.token}, but its images need {int(wanted[row])}; "
+                "prepare the data again with the processor of this model"
+            )
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        """
+        Raises:
+            ValueError: always; a folder of transformers generates.
+        """
+        raise ValueError(
+            f"{type(self).__name__} of transformers does not generate in Forge; export it with `forge-train convert --to hf` and "
+            "use its `generate`"
+        )
+
+    def specs(self) -> Specs:
+        """Returns the specs from which strategies work. Roles: `encoder`, `adapter` and `decoder`."""
+        specs = super().specs()
+        towers = tuple(f"{path.rpartition('.')[0]}." for path in self.anatomy.blocks)
+        encoder = _stem(self, towers[0]) if towers[0] != towers[-1] else None
+        decoder = f"{_decoder_path(self)}."
+        roles: dict[str, set[str]] = {}
+        for name in specs.tensors:
+            inside = encoder is not None and name.startswith(encoder)
+            outside = name.startswith(decoder) or name.startswith(f"{self.anatomy.head}.")
+            roles.setdefault("encoder" if inside else "decoder" if outside else "adapter", set()).add(name)
+        return replace(specs, roles={role: frozenset(names) for role, names in roles.items()})
+
+    def _ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        self.no_stages = f"a pipeline does not split {type(self).__name__}: images enter in front of its first block"
+        return (), ()
+
+    def with_extras(self, batch: Batch) -> Batch:
+        """Returns the batch with images that are a function of each row, for checks: no image, one or two."""
+        tokens, labels = batch.tokens.clone(), batch.labels.clone()
+        tokens[tokens == self.images.token] = (self.images.token + 1) % 7
+        items: list[Tensor] = []
+        numbers: list[list[int]] = []
+        for row, ids in enumerate(batch.tokens.tolist()):
+            seed = sum(place * token for place, token in enumerate(ids))
+            place, own = 1 + seed % 2, []
+            for number in range(seed % 3):
+                item = self._drawn(seed + number)
+                count = int(self.images.counts(item[None])[0])
+                if place + count >= len(ids):
+                    break
+                tokens[row, place : place + count] = self.images.token
+                own.append(len(items))
+                items.append(item)
+                place += count + 1
+            numbers.append(own)
+        before = torch.zeros_like(tokens, dtype=torch.bool)
+        before[:, :-1] = tokens[:, 1:] == self.images.token
+        labels[(tokens == self.images.token) | before] = IGNORE
+        if not items:
+            return replace(batch, tokens=tokens, labels=labels)
+        rows = torch.full((len(numbers), max(map(len, numbers))), -1)
+        for row, own in enumerate(numbers):
+            rows[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+        return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(items), "image_rows": rows})
+
+    def _drawn(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed + 1)
+        item = torch.randn(self.images.shape, generator=generator)
+        if self.images.kind == PATCHES:
+            side = int(self.images.merged**0.5)
+            rows, columns = side * (1 + seed % 2), side * (1 + seed % 3)
+            item[rows * columns :] = 0
+            item[-1, :3] = torch.tensor([1.0, rows, columns])
+        return item
+
+
+def _decoder_path(module: Any) -> str:
+    """Returns the path of the text model inside of a model."""
+    decoder = module.get_decoder()
+    return next(path for path, part in module.named_modules() if part is decoder)
+
+
+def _blocks(module: Any) -> tuple[str, ...]:
+    """Returns the paths of the repeated blocks of the vision tower, then those of the text model.
+
+    Raises:
+        Unsupported: there is no list of blocks in the text model.
+    """
+    decoder = f"{_decoder_path(module)}."
+    found: dict[bool, tuple[int, str, int]] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.ModuleList):
+            size, text = sum(parameter.numel() for parameter in part.parameters()), path.startswith(decoder)
+            if size and size > found.get(text, (0, "", 0))[0]:
+                found[text] = (size, path, len(part))
+    if True not in found:
+        raise Unsupported(f"the text model of {type(module).__name__} has no list of blocks")
+    return tuple(f"{path}.{index}" for text in (False, True) if text in found for _, path, n in [found[text]] for index in range(n))
+
+
+def _stem(module: Any, blocks: str) -> str:
+    """Returns the prefix of the vision tower, the outermost module around its blocks without the text model."""
+    decoder = _decoder_path(module)
+    words = blocks.rstrip(".").split(".")
+    for end in range(1, len(words)):
+        prefix = ".".join(words[:end])
+        if not f"{decoder}.".startswith(f"{prefix}."):
+            return f"{prefix}."
+    return blocks
+
+
+@contextmanager
+def _on_meta(module: nn.Module) -> Iterator[None]:
+    """Context in which constants are on the meta device, as parameters are."""
+    kept = [
+        (part, name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, Tensor)
+    ]
+    for part, name, value in kept:
+        part.__dict__[name] = value.to("meta")
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        for part, name, value in kept:
+            part.__dict__[name] = value
