@@ -89,6 +89,9 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_value_head_dim": 14,
 }
 
+QWEN3_5 = {key: value for key, value in QWEN3_NEXT.items() if key.startswith(("head_dim", "linear"))}
+SECTIONS: dict[str, Any] = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+
 MINIMAX: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,6 +157,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
         | {"decoder_sparse_step": 2, "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5}},
     ),
+    "qwen3_5_text": ("qwen3_5_text", QWEN3_5),
+    "qwen3_5_text-listed-biases-tied": (
+        "qwen3_5_text",
+        QWEN3_5
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"], "attention_bias": True}
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}
+        | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5, "rope_type": "default"} | SECTIONS},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN3_5 | QWEN2_MOE | {"rope_parameters": {"rope_theta": 700.0} | SECTIONS}),
     "minimax_m2": ("minimax_m2", MINIMAX | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5}}),
     "minimax_m2-whole-tied-yarn": (
         "minimax_m2",
@@ -215,7 +227,9 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
     config = AutoConfig.for_model(kind, **deepcopy(SIZES | keys))  # it writes into tables
     config._attn_implementation = config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # some classes draw decays of their own
+        model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)

@@ -1,7 +1,7 @@
 """A family of models: converts between its `config.json` and a `DecoderConfig`, and defines the keys that most families share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import Hybrid, RecurrentLayer
 from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
+from forge_models.hf.recurrent import fused_places
 from forge_models.hf.rope import meaning, read_rope, write_rope
 
 
@@ -31,7 +32,7 @@ class Family(ABC):
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         experts: names of experts; None: the family has none.
         recurrent: name of the recurrent layers in a layer; None: the family has none.
-        separate: whether each projection of a recurrent layer has its own matrix; see `forge_models.hf.recurrent`.
+        recurrent_places: places of the parameters of a recurrent layer; see `forge_models.hf.recurrent`.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
         mtp_modules: beginnings of the names of tensors of MTP modules beside the layers, which are not read.
         scales_inputs: whether the reference multiplies all inputs by `embed_multiplier`, features of images included.
@@ -56,7 +57,7 @@ class Family(ABC):
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     experts: ClassVar[ExpertNames | None] = None
     recurrent: ClassVar[str | None] = None
-    separate: ClassVar[bool] = False
+    recurrent_places: ClassVar[Callable[..., Any]] = staticmethod(fused_places)
     mtp_layers: ClassVar[str | None] = None
     mtp_modules: ClassVar[tuple[str, ...]] = ()
     scales_inputs: ClassVar[bool] = False

@@ -10,7 +10,6 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.hf.family import Family
 from forge_models.hf.layers import LATENT_NAMES, ExpertNames, latent_rows
-from forge_models.hf.recurrent import fused_places, separate_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,8 +209,7 @@ def _interleaved(path: str, shape: tuple[int, ...]) -> TensorPlace:
 
 
 def _recurrent(family: Family, decoder: DecoderConfig, part: Any, prefix: str, name: str, shape: tuple[int, ...]) -> TensorPlace:
-    places = separate_places if family.separate else fused_places
-    found = places(part, decoder)(name) if family.recurrent is not None and isinstance(part, GDN) else None
+    found = family.recurrent_places(part, decoder)(name) if family.recurrent is not None and isinstance(part, GDN) else None
     if found is None:
         raise KeyError(name)
     theirs, rows, count, rest = found

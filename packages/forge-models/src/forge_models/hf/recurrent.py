@@ -1,8 +1,8 @@
 """Recurrent layers in a `config.json` and in a checkpoint: Gated DeltaNet beside full attention.
 
 Qwen3-Next stores q, k, v and z of a layer in one matrix, and b and a in another; each has the rows of one key head after another,
-with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1. OLMo Hybrid stores each of
-these tensors alone.
+with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1. Qwen3.5 stores q, k and v
+in one matrix, one after another, and the others alone; OLMo Hybrid stores each of these tensors alone.
 """
 
 from collections.abc import Callable
@@ -71,6 +71,9 @@ Place = tuple[str, tuple[int, ...], int, tuple[int, ...]]
 """Of a parameter: its name in a layer of a checkpoint, the rows of the checkpoint's tensor in which its rows are, the number of
 rows of that tensor, and the dimensions after the first; no rows = the same tensor."""
 
+PLAIN = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm.weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+"""Our name of a parameter -> its name in a layer of Qwen3-Next and Qwen3.5, where both have it alone."""
+
 SEPARATE = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm.weight": "o_norm.weight", "z_proj.weight": "g_proj.weight"}
 """Our name of a parameter -> its name in a layer of OLMo Hybrid, if they differ; see `separate_places` for filters."""
 
@@ -91,14 +94,31 @@ def separate_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place 
     return place
 
 
+def joined_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | None]:
+    """Returns a function from our name of a parameter to its place in a layer of Qwen3.5."""
+    key_heads, value_heads, key_dim, value_dim = part.heads(decoder.shape.context(0))
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    starts, whole = {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, 2 * keys + values)}, 2 * keys + values
+    filters, alone = (1, part.conv_width), {f"{name}_proj.weight": f"in_proj_{name}.weight" for name in "zba"}
+
+    def place(name: str) -> Place | None:
+        letter, _, rest = name.partition("_")
+        if letter in starts and rest in ("proj.weight", "conv.weight"):
+            theirs, sizes = ("in_proj_qkv.weight", (decoder.dim,)) if rest == "proj.weight" else ("conv1d.weight", filters)
+            return theirs, tuple(range(*starts[letter])), whole, sizes
+        theirs = (PLAIN | alone).get(name)
+        return None if theirs is None else (theirs, (), 0, ())
+
+    return place
+
+
 def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | None]:
     """Returns a function from our name of a parameter to its place in a layer of Qwen3-Next."""
     key_heads, value_heads, key_dim, value_dim = part.heads(decoder.shape.context(0))
     shared = value_heads // key_heads
-    keys, values, of_head = key_heads * key_dim, value_heads * value_dim, shared * value_dim
+    of_head = shared * value_dim
     mixed = {"q_proj": key_dim, "k_proj": key_dim, "v_proj": of_head, "z_proj": of_head}
-    gates = {"b_proj": shared, "a_proj": shared}
-    plain = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm.weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+    gates, joined = {"b_proj": shared, "a_proj": shared}, joined_places(part, decoder)
 
     def interleaved(widths: dict[str, int], name: str) -> tuple[tuple[int, ...], int]:
         whole, before = sum(widths.values()), 0
@@ -113,14 +133,9 @@ def fused_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | N
 
     def place(name: str) -> Place | None:
         module = name.partition(".")[0]
-        if name in plain:
-            return plain[name], (), 0, ()
         for theirs, widths in (("in_proj_qkvz.weight", mixed), ("in_proj_ba.weight", gates)):
             if module in widths:
                 return theirs, *interleaved(widths, module), (decoder.dim,)
-        starts = {"q_conv": (0, keys), "k_conv": (keys, 2 * keys), "v_conv": (2 * keys, 2 * keys + values)}
-        if module in starts:
-            return "conv1d.weight", tuple(range(*starts[module])), 2 * keys + values, (1, part.conv_width)
-        return None
+        return joined(name)
 
     return place

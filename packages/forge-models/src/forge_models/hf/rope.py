@@ -36,6 +36,7 @@ def read_rope(
     local_theta: float | None = None,
     local_key: str | None = None,
     partial: float | None = None,
+    inert: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Reads `rope` and `max_length` of the decoder; collects faults in `keys`.
 
@@ -46,9 +47,10 @@ def read_rope(
         local_key: key of the base of windowed layers; None = only the tables for both kinds of layers contain it.
         partial: default of `partial_rotary_factor`, the share of a head that is rotated, which may be in the rope table or next
             to it; None = the key does not exist.
+        inert: keys of a table that change nothing of text.
     """
     length = keys.integer("max_position_embeddings")
-    rope = _rope(keys, theta, length, local_theta, local_key, partial)
+    rope = _rope(keys, theta, length, local_theta, local_key, partial, inert)
     if rope.scaling == "dynamic":  # dynamic scaling is for sequences longer than max_position_embeddings
         length = int(length * (rope.factor or 1))
     return {"rope": rope, "max_length": length}
@@ -61,6 +63,7 @@ def _rope(
     default_local: float | None,
     local_key: str | None,
     default_partial: float | None,
+    inert: tuple[str, ...],
 ) -> Rope:
     values = {key: keys.values[key] if keys.given(key) else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     if values["rope_scaling"] and values["rope_parameters"]:
@@ -71,6 +74,7 @@ def _rope(
             keys.fault(where, f"expected a table, not {values[where]!r}")
             return Rope()
     table = values["rope_parameters"] or values["rope_scaling"] or {}
+    table = {name: value for name, value in table.items() if name not in inert}
     where = "rope_parameters" if values["rope_parameters"] else "rope_scaling"
     theta = _theta(keys, "rope_theta", values["rope_theta"], default_theta)
     partial = 1.0

@@ -14,6 +14,7 @@ from forge_models.hf.families.mistral import Mistral, Mixtral
 from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe, OlmoHybrid
 from forge_models.hf.families.phi3 import Phi3
 from forge_models.hf.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next
+from forge_models.hf.families.qwen3_5 import Qwen35, Qwen35Moe
 from forge_models.hf.families.smollm import SmolLM3
 from forge_models.hf.families.stablelm import StableLM
 
@@ -33,8 +34,9 @@ DENSE = (
     Olmo(),
     GPTNeoX(),
     OlmoHybrid(),
+    Qwen35(),
 )
-SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2())
+SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2(), Qwen35Moe())
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
 """Families by `model_type`, in the order in which an export tries them."""

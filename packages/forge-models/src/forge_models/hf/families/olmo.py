@@ -20,7 +20,7 @@ from forge_models.hf.layers import (
     write_local_layers,
     write_losses,
 )
-from forge_models.hf.recurrent import LINEAR, SIZES, read_kinds, write_kinds
+from forge_models.hf.recurrent import LINEAR, SIZES, read_kinds, separate_places, write_kinds
 from forge_models.shape import Rope
 
 
@@ -163,7 +163,7 @@ class OlmoHybrid(Family):
     )
     parts: ClassVar = {**Olmo2.parts, "attention_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
     recurrent: ClassVar = "linear_attn"
-    separate: ClassVar = True
+    recurrent_places: ClassVar = staticmethod(separate_places)
 
     def spelled(self, decoder: DecoderConfig, name: str) -> str:
         """transformers has other names of norms in memory, and saves those of a layer of one kind like those of the other."""

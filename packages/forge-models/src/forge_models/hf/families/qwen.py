@@ -190,7 +190,7 @@ class Qwen2Moe(Family):
             MoEConfig,
             **read_experts(keys, "num_experts", "num_local_experts"),
             ffn_dim=width,
-            shared=_shared(keys, width),
+            shared=read_shared(keys, width),
             shared_gate=True,
             every=keys.integer("decoder_sparse_step"),
             first_dense=_first_dense(keys),
@@ -255,7 +255,7 @@ class Qwen3Next(Family):
             MoEConfig,
             **read_experts(keys, "num_experts", "num_local_experts"),
             ffn_dim=width,
-            shared=_shared(keys, width),
+            shared=read_shared(keys, width),
             shared_gate=True,
             every=keys.integer("decoder_sparse_step"),
             first_dense=_first_dense(keys),
@@ -277,7 +277,7 @@ class Qwen3Next(Family):
         return written | {"decoder_sparse_step": moe.every, "mlp_only_layers": list(range(moe.first_dense))}
 
 
-def _shared(keys: Keys, width: int) -> int:
+def read_shared(keys: Keys, width: int) -> int:
     """Reads the number of shared experts, each of the same width as the others."""
     whole = keys.integer(SHARED)
     if width and whole % width:
