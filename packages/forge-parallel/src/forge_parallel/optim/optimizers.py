@@ -137,6 +137,12 @@ class MuonConfig(Component):
     `match_rms_adamw` is 0.2 sqrt(max(rows, columns)), with which AdamW's learning rates fit (Liu et al., 2025)."""
     newton_schulz_steps: Annotated[int, Gt(0), Lt(100)] = 5
     """Iterations of the orthogonalization."""
+    coefficients: Literal["original", "polar_express"] = "original"
+    """Polynomials of the iterations: `original`, the same in each (Jordan et al., 2024), with singular values from about 0.7 to
+    1.2, or `polar_express`, one for each (Amsel et al., 2025), with which singular values converge to 1."""
+    neuron_beta: Annotated[Annotated[float, Ge(0), Lt(1)] | None, IDENTITY] = None
+    """NorMuon (Li et al., 2025): decay of a running mean of squares of each row of an orthogonalized matrix, by whose root the
+    row is divided; the norm of the matrix stays. 0.95 in the paper; without it, rows keep their lengths."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Format in which matrices are sent and orthogonalized; fp64 parameters stay in fp64."""
     adamw_lr: Annotated[float, Gt(0)] = 3e-4
@@ -148,6 +154,11 @@ class MuonConfig(Component):
     feature: ClassVar[str] = "muon"
     shards: ClassVar[str] = "gathers"
     states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MuonConfig]":
+        """As it is, and with all that is published since."""
+        return cls(), cls(coefficients="polar_express", neuron_beta=0.95)
 
     def build(self, model: "LaidOutModel") -> "Optimizer":
         from forge_parallel.model.parallel_model import DTYPES
@@ -165,6 +176,8 @@ class MuonConfig(Component):
             adamw_lr=self.adamw_lr,
             adamw_betas=self.adamw_betas,
             adamw_eps=self.adamw_eps,
+            coefficients=self.coefficients,
+            neuron_beta=self.neuron_beta,
         )
 
 

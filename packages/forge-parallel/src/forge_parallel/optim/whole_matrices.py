@@ -8,13 +8,13 @@ rank derives the owners from the layout, without communication (docs/adr/0029).
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import LaidOutModel, NamedTensor
@@ -124,6 +124,23 @@ class Part(NamedTuple):
         """Returns the part of a tensor that is sharded like the parameter, such as its gradient: a view of equal rank."""
         return local_box(tensor).local[self.region]
 
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of this part of a tensor that `row_state` made: a view (..., rows, 1)."""
+        return local_box(tensor).local[(*self.region[:-1], slice(None))]
+
+
+def row_state(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns zeros (..., rows, 1), one for each row of a parameter, sharded like its rows; ranks that hold other columns of the
+    same rows hold the same."""
+    local = local_box(tensor).local
+    zeros = torch.zeros((*local.shape[:-1], 1), dtype=dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return zeros
+    shape, last = torch.Size((*tensor.shape[:-1], 1)), tensor.dim() - 1
+    placements = [Replicate() if getattr(each, "dim", None) == last else each for each in tensor.placements]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(zeros, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
 
 class _Piece(NamedTuple):
     """A box of a matrix, and the ranks that hold it."""
@@ -194,6 +211,7 @@ class WholeMatrices:
         groups: Collection[str] = ("matrix",),
         cost: Cost = lambda rows, columns: rows * columns,
         most: int = ROUND,
+        row_values: int = 0,
     ) -> None:
         """
         Args:
@@ -201,10 +219,13 @@ class WholeMatrices:
             groups: optimizer groups (`forge_core.specs.Group`) whose parameters are matrices to work on.
             cost: (rows, columns) -> cost of the work on a matrix; owners get about equal costs.
             most: maximum number of elements that an owner works on at a time, unless one matrix is larger.
+            row_values: number of values that travel with each row of a matrix, such as state of the optimizer, in columns
+                after those of the matrix. Ranks that hold the same row must give the same values.
 
         Raises:
             PlanError: a parameter of these groups does not consist of matrices.
         """
+        self._row_values = row_values
         trainable = list(model.trainable())
         self.named = [item for item in trainable if item.group in groups]
         self.rest: list[NamedTensor] = [item for item in trainable if item.group not in groups]
@@ -245,9 +266,10 @@ class WholeMatrices:
         All ranks must iterate to the end, because the others wait for a rank that stops early.
 
         Args:
-            give: part -> its input, of the part's shape. Called once for each part of this rank, before that part is yielded, so
-                it may update a momentum.
-            work: (rows, columns) -> (rows, columns); runs on the owner, and must be the same function on every rank.
+            give: part -> its input, of the part's shape, with `row_values` more columns. Called once for each part of this rank,
+                before that part is yielded, so it may update a momentum.
+            work: (rows, columns + row_values) -> the same shape; runs on the owner, and must be the same function on every
+                rank.
             dtype: dtype in which matrices are sent and passed to `work`.
         """
         coming = self._collected(self._rounds[0], give, dtype) if self._rounds else None
@@ -256,7 +278,7 @@ class WholeMatrices:
             assert coming is not None
             later = self._collected(self._rounds[number + 1], give, dtype) if number + 1 < len(self._rounds) else None
             results = [work(matrix) for matrix in self._assembled(plan, coming)]
-            returned = [results[which][region] for which, region in plan.returned]
+            returned = [self._with_row_values(results[which], region) for which, region in plan.returned]
             leaving = self._flight(returned, plan.going, plan.coming, dtype)
             if going is not None:
                 yield from self._delivered(*going)
@@ -288,10 +310,10 @@ class WholeMatrices:
             sends=[sends for of_owner in parts for _, sends in of_owner],
             taken=[place for of_rank in taken for place in of_rank],
             returned=[place for of_rank in returned for place in of_rank],
-            sent=[sum(_elements(part.region) for part, sends in of_owner if sends) for of_owner in parts],
-            received=[sum(_elements(place.region) for place in of_rank) for of_rank in taken],
-            going=[sum(_elements(place.region) for place in of_rank) for of_rank in returned],
-            coming=[sum(_elements(part.region) for part, _ in of_owner) for of_owner in parts],
+            sent=[sum(self._elements(part.region) for part, sends in of_owner if sends) for of_owner in parts],
+            received=[sum(self._elements(place.region) for place in of_rank) for of_rank in taken],
+            going=[sum(self._elements(place.region) for place in of_rank) for of_rank in returned],
+            coming=[sum(self._elements(part.region) for part, _ in of_owner) for of_owner in parts],
         )
 
     def _collected(self, plan: _Round, give: Callable[[Part], Tensor], dtype: torch.dtype) -> _Flight:
@@ -302,16 +324,31 @@ class WholeMatrices:
     def _assembled(self, plan: _Round, coming: _Flight) -> Iterator[Tensor]:
         """Yields the full matrices that this rank owns."""
         landed = coming.landed()
-        wholes = [landed.new_empty(matrix.shape) for matrix in plan.mine]
-        places = [wholes[which][region] for which, region in plan.taken]
-        for place, value in zip(places, landed.split([place.numel() for place in places]), strict=True):
-            place.copy_(value.view(place.shape))
+        more = self._row_values
+        wholes = [landed.new_empty(matrix.shape[0], matrix.shape[1] + more) for matrix in plan.mine]
+        sizes = [self._elements(region) for _, region in plan.taken]
+        for (which, (rows, columns)), value in zip(plan.taken, landed.split(sizes), strict=True):
+            width = columns.stop - columns.start
+            piece = value.view(rows.stop - rows.start, width + more)
+            wholes[which][rows, columns] = piece[:, :width]
+            if more:
+                wholes[which][rows, -more:] = piece[:, width:]
         yield from wholes
 
+    def _with_row_values(self, result: Tensor, region: tuple[slice, ...]) -> Tensor:
+        piece = result[region]
+        return torch.cat((piece, result[region[0], -self._row_values :]), dim=1) if self._row_values else piece
+
+    def _elements(self, region: tuple[slice, ...]) -> int:
+        """Returns the number of elements of a region with its row values."""
+        *_, rows, columns = (piece.stop - piece.start for piece in region)
+        return rows * (columns + self._row_values)
+
     def _delivered(self, plan: _Round, coming: _Flight) -> Iterator[tuple[Part, Tensor]]:
-        sizes = [_elements(part.region) for part in plan.parts]
+        sizes = [self._elements(part.region) for part in plan.parts]
         for part, value in zip(plan.parts, coming.landed().split(sizes), strict=True):
-            yield part, value.view([piece.stop - piece.start for piece in part.region])
+            *lead, columns = (piece.stop - piece.start for piece in part.region)
+            yield part, value.view([*lead, columns + self._row_values])
 
     def _flight(self, values: list[Tensor], send: list[int], receive: list[int], dtype: torch.dtype) -> _Flight:
         flat = [value.to(self._device, dtype).reshape(-1) for value in values]
@@ -326,7 +363,3 @@ class WholeMatrices:
 def _within(span: Span, origin: tuple[int, ...]) -> tuple[slice, ...]:
     starts = (start - zero for start, zero in zip(span.offset, origin, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, span.extent, strict=True))
-
-
-def _elements(region: tuple[slice, ...]) -> int:
-    return prod(piece.stop - piece.start for piece in region)
