@@ -22,11 +22,14 @@ from forge_parallel.checks import (
     float8_fits,
     left_to_the_start,
     nodes_fit,
+    pipeline_fits,
     rows_can_be_cut,
     rows_can_be_shared,
     sequence_can_be_cut,
     tensors_can_be_cut,
 )
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
@@ -117,6 +120,33 @@ def test_float8_needs_tokens_in_steps_of_16(
     given = job(8, micro, compute, float8=Float8(emulate=emulate))
     given.data = SimpleNamespace(sequence_length=length)
     assert [fault.key for fault in float8_fits(given, Layout.parse(layout))] == keys
+
+
+def test_sizes_of_phases_are_checked_like_those_of_the_run() -> None:
+    """With the phase's own key."""
+
+    pipeline = SimpleNamespace(build=lambda: Pipeline(OneForwardOneBackward().build()), schedule=OneForwardOneBackward())
+    piped = SimpleNamespace(proofs=[], pipeline=pipeline)
+
+    def growing(length: int | None = None, batch: int | None = None, **transforms: Any) -> SimpleNamespace:
+        given = job(8, 2, **transforms)
+        phases = [
+            SimpleNamespace(sequence_length=None, global_batch=8),
+            SimpleNamespace(sequence_length=length, global_batch=batch),
+        ]
+        given.data, given.parallel = SimpleNamespace(sequence_length=32, phases=phases), piped
+        return given
+
+    key, fits = "data.phases.1.sequence_length", growing(64)
+    assert [fault.key for fault in rows_can_be_cut(growing(40), Layout.parse("cp8"))] == [key]
+    assert [fault.key for fault in sequence_can_be_cut(growing(36), Layout.parse("tp8"))] == [key]
+    assert [fault.key for fault in float8_fits(growing(36, float8=Float8(emulate=False)), Layout())] == [key]
+    assert not [*rows_can_be_cut(fits, Layout.parse("cp8")), *sequence_can_be_cut(fits, Layout.parse("tp8"))]
+    assert not list(pipeline_fits(growing(batch=16), Layout.parse("pp4")))
+    (fault,) = pipeline_fits(growing(batch=4), Layout.parse("pp4"))
+    assert "data.phases.1.global_batch" in fault.hint and fault.key == "parallel.pipeline.schedule"
+    assert "accumulate" not in names(growing(), Layout.parse("dp4"))
+    assert "accumulate" in names(growing(batch=16), Layout.parse("dp4"))
 
 
 def test_features_of_a_job() -> None:

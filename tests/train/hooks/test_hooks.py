@@ -335,6 +335,7 @@ def test_the_panel_shows_the_newest_warning_of_the_run_and_the_share_of_the_peak
         total=3, step_seconds=0.01, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"})
     )
     run.health.remarks = ["the loss left its band", "one [step] was skipped"]
+    run.job.data = SimpleNamespace(sequence_length=16, phases=())
     hook = Progress(every=1).build()
     hook.start(run)
     hook.view.speed = Utilization(SimpleNamespace(training=lambda length: 1e6), 16, 1, 1e11, "fp32", "cpu")

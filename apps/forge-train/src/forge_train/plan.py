@@ -163,8 +163,15 @@ def placed_parameters(
     return {rank: parameters_of(workload, plan, rank) for rank in ranks or first_ranks(layout)}
 
 
+def largest_step(job: Job) -> tuple[int, int]:
+    """Returns sequences per step and tokens per sequence of the steps with the longest sequences, and among them the most of
+    them: those that need the most memory on a rank."""
+    length, batch = max((length, batch) for _, batch, length in _spans(job))
+    return batch, length
+
+
 def _workload(job: Job, layout: Layout) -> Workload:
-    train = job.train
+    train, (batch, length) = job.train, largest_step(job)
     # Union of the parameters that any training stage trains: an upper bound for each stage.
     settings = replace(settings_in(job, Blueprint.of(job.model.build)), stages=())
     return Workload(
@@ -172,8 +179,8 @@ def _workload(job: Job, layout: Layout) -> Workload:
         objective=job.objective.build(),
         optimizer=partial(_with_kept, job, settings),
         rows=train.micro_batch,
-        length=job.data.sequence_length,
-        micro_batches=train.global_batch // (layout.data * train.micro_batch),
+        length=length,
+        micro_batches=batch // (layout.data * train.micro_batch),
         compute=job.precision.compute,
         state=job.precision.state,
         # Only ranks that share rows exchange the boundaries of documents, and only objectives of pairs read them.

@@ -25,6 +25,7 @@ from forge_parallel.timing.step_time import FREE, Efficiency, StepTime, predict
 from forge_parallel.timing.work import Execution, ModelWork, Scores, stages_of, work_of
 from forge_parallel.verify.proofs import DEFAULTS
 from forge_train.directory import RECIPE
+from forge_train.plan import largest_step
 from forge_train.recipe.load import load_recipe
 from forge_train.recipe.schema import Job
 from forge_train.trackers import METRICS, json_objects
@@ -126,10 +127,11 @@ def execution_of(job: Job, layout: Layout, imbalance: float = IMBALANCE) -> Exec
     transforms: Mapping[str, Any] = {**DEFAULTS, **job.transforms}
     shard, tensor, context, expert = (transforms[name] for name in ("shard", "tensor", "context", "expert"))
     recompute, float8 = transforms.get("recompute"), transforms.get("float8")
+    batch, length = largest_step(job)
     return Execution(
         rows=job.train.micro_batch,
-        length=job.data.sequence_length,
-        micro_batches=max(1, job.train.global_batch // (layout.data * job.train.micro_batch)),
+        length=length,
+        micro_batches=max(1, batch // (layout.data * job.train.micro_batch)),
         compute=job.precision.compute,
         state=job.precision.state,
         float8=float8 is not None,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
+from math import gcd
 from time import monotonic
 from typing import Any
 
@@ -24,7 +25,8 @@ from forge_parallel.pipeline.schedules import Interleaved, OneForwardOneBackward
 from forge_parallel.timing.hardware import GIB, Hardware
 from forge_parallel.timing.step_time import Efficiency, StepTime, predict
 from forge_parallel.timing.work import StageBlocks, stages_of
-from forge_train.plan import dry_run, first_ranks
+from forge_parallel.verify.proofs import batches_of
+from forge_train.plan import dry_run, first_ranks, largest_step
 from forge_train.prediction import IMBALANCE, ModeledRecipe, execution_of
 from forge_train.recipe.load import Recipe, load_recipe
 
@@ -299,17 +301,18 @@ class _Pricing:
 
     def candidates(self) -> Iterator[Candidate]:
         """Yields every candidate that divides the batch, the heads, the experts and the blocks."""
-        batch = self._job.train.global_batch
-        for layout in _layouts(self._modeled, self._world, self._hardware.per_node, self._job.data.sequence_length):
-            if batch % layout.data:
+        batch, longest = largest_step(self._job)
+        common = gcd(*batches_of(self._job).values())  # micro-batches divide the batches of all phases
+        for layout in _layouts(self._modeled, self._world, self._hardware.per_node, longest):
+            if common % layout.data:
                 continue
-            rows = batch // layout.data
+            rows = common // layout.data
             for schedule in _schedules(layout, len(self._modeled.work.blocks)):
                 cut = self._cut(layout.pp, schedule)
                 if cut is None:
                     continue
                 for micro_batch in (size for size in divisors(rows) if size <= LARGEST_MICRO_BATCH):
-                    count = rows // micro_batch
+                    count = batch // layout.data // micro_batch
                     if cut[0] is not None and cut[0].schedule.refusal(layout.pp, count):
                         continue
                     for recompute, (reduce, reshard) in product((None, "selective", "full"), _sharding(layout, count)):
@@ -407,9 +410,10 @@ class _Sizes:
         layout, job = candidate.layout, self._job
         key = (layout, candidate.micro_batch, candidate.recompute, candidate.schedule)
         if key not in self._known:
+            batch, length = largest_step(job)
             load = Load(
-                tokens=candidate.micro_batch * job.data.sequence_length,
-                micro_batches=job.train.global_batch // (layout.data * candidate.micro_batch),
+                tokens=candidate.micro_batch * length,
+                micro_batches=batch // (layout.data * candidate.micro_batch),
                 top_k=max((block.top_k for block in self._modeled.work.blocks), default=1) or 1,
                 compute=job.precision.compute,
                 state=job.precision.state,

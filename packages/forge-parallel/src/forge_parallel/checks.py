@@ -20,7 +20,7 @@ from forge_parallel.placement import shares
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.tensor.transform import TensorParallel
-from forge_parallel.verify.proofs import ParallelJob, features, is_ours, strategies, unproven
+from forge_parallel.verify.proofs import ParallelJob, batches_of, features, is_ours, lengths_of, strategies, unproven
 
 UNPROVEN = "no test proves that it equals one process"
 
@@ -49,15 +49,15 @@ def rows_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Checks that context-parallel ranks can split rows into equal pieces: two per rank, or one for `ulysses`."""
     if layout.cp == 1:
         return
-    length = job.data.sequence_length
     pieces = layout.cp if _context_kind(job) == "ulysses" else 2 * layout.cp
-    below = length - length % pieces
-    if below != length:
-        yield Fault(
-            "data.sequence_length",
-            f"{length} tokens cannot be split into {pieces} equal pieces for parallel.cp = {layout.cp}",
-            hint=" or ".join(str(legal) for legal in (below, below + pieces) if legal) + " can",
-        )
+    for key, length in lengths_of(job).items():
+        below = length - length % pieces
+        if below != length:
+            yield Fault(
+                key,
+                f"{length} tokens cannot be split into {pieces} equal pieces for parallel.cp = {layout.cp}",
+                hint=" or ".join(str(legal) for legal in (below, below + pieces) if legal) + " can",
+            )
 
 
 def float8_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
@@ -69,13 +69,14 @@ def float8_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         yield Fault("precision.compute", "'fp64' is not supported with transforms.float8", hint="use 'bf16', or 'fp32' for tests")
     if getattr(float8, "emulate", "auto") is True:
         return
-    tokens = job.train.micro_batch * job.data.sequence_length // layout.cp
-    if tokens % 16:
-        yield Fault(
-            "train.micro_batch",
-            f"a micro-batch has {tokens} tokens on a rank, but transforms.float8 needs a multiple of 16",
-            hint="choose another micro_batch or data.sequence_length, or transforms.float8.emulate = true",
-        )
+    for key, length in lengths_of(job).items():
+        tokens = job.train.micro_batch * length // layout.cp
+        if tokens % 16:
+            yield Fault(
+                "train.micro_batch" if key == "data.sequence_length" else key,
+                f"a micro-batch has {tokens} tokens on a rank, but transforms.float8 needs a multiple of 16",
+                hint=f"choose another micro_batch or {key}, or transforms.float8.emulate = true",
+            )
 
 
 def sequence_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
@@ -83,14 +84,14 @@ def sequence_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     tensor = job.transforms.get("tensor")
     if layout.tp == 1 or (tensor is not None and not tensor.sequence_parallel):
         return
-    length = job.data.sequence_length
-    if length % layout.cp == 0 and length // layout.cp % layout.tp:
-        pieces = layout.cp * layout.tp
-        yield Fault(
-            "data.sequence_length",
-            f"{length // layout.cp} tokens of a row cannot be split into {layout.tp} equal parts for parallel.tp",
-            hint=f"a multiple of {pieces} can; or set transforms.tensor.sequence_parallel = false",
-        )
+    for key, length in lengths_of(job).items():
+        if length % layout.cp == 0 and length // layout.cp % layout.tp:
+            pieces = layout.cp * layout.tp
+            yield Fault(
+                key,
+                f"{length // layout.cp} tokens of a row cannot be split into {layout.tp} equal parts for parallel.tp",
+                hint=f"a multiple of {pieces} can; or set transforms.tensor.sequence_parallel = false",
+            )
 
 
 def nodes_fit(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
@@ -134,7 +135,6 @@ def pipeline_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     if layout.pp == 1:
         return
     pipeline = job.parallel.pipeline.build()
-    micro_batches, left = divmod(job.train.global_batch, layout.data * job.train.micro_batch)
     # The number of blocks is known here only if the model has `layers`; otherwise the split is checked before allocation.
     blocks = getattr(job.model, "layers", None)
     for why in pipeline.refusals(layout.pp, blocks=blocks if isinstance(blocks, int) else None):
@@ -153,8 +153,10 @@ def pipeline_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
             f"{pipeline.schedule.name!r}, which splits the backward pass",
             hint="set it to 1, or use the schedule 1f1b or interleaved",
         )
-    for why in pipeline.refusals(layout.pp, micro_batches=None if left else micro_batches):
-        yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
+    for key, batch in batches_of(job).items():
+        micro_batches, left = divmod(batch, layout.data * job.train.micro_batch)
+        for why in pipeline.refusals(layout.pp, micro_batches=None if left else micro_batches):
+            yield Fault("parallel.pipeline.schedule", why, hint=f"change {key} or train.micro_batch")
 
 
 def _context_kind(job: ParallelJob) -> str:

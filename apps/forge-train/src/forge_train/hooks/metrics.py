@@ -4,7 +4,7 @@ import logging
 import resource
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -13,6 +13,7 @@ from annotated_types import Gt
 from forge_core.batch import Batch
 from forge_core.component import FREE
 from forge_core.protocols.run import Hook, Run, StepResult
+from forge_data.order.phases import length_at
 from forge_train.doctor.peaks import TERA, peak
 from forge_train.hooks.periodic import Stopwatch
 
@@ -218,8 +219,11 @@ class Utilization:
 
     def now(self, rate: float, run: Run) -> dict[str, float]:
         """Returns `numbers` of a run, from this rank's batches of the step and the parameters that it trains."""
+        if self.counts is None:
+            return {}
         frozen = {name for name, tensor in run.model.parameters_held() if not tensor.requires_grad}
-        return self.numbers(rate, run.batches, frozen)
+        length = length_at(run.job.data, run.state.step - 1)  # of the step that has ended
+        return replace(self, length=length).numbers(rate, run.batches, frozen)
 
     def line(self) -> str:
         """Returns the convention of MFU as text."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +12,7 @@ from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_models.flex_limits import refusal
+from forge_parallel.verify.proofs import batches_of, lengths_of
 from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, evaluated, result_names
 from forge_train.hooks.metrics import Log
 from forge_train.hooks.profile import Profile
@@ -87,9 +89,10 @@ def mtp_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (e
         return []
     faults = getattr(mtp.schedule, "faults", None)
     mtp_faults = [replace(fault, key=f"model.mtp.{fault.key}") for fault in (faults(job.train.max_steps) if faults else ())]
-    if mtp.depth >= job.data.sequence_length:
-        message = f"{mtp.depth} leaves no MTP label in rows of {job.data.sequence_length} tokens"
-        mtp_faults.append(Fault("model.mtp.depth", message, hint="lower it, or raise data.sequence_length"))
+    key, shortest = min(lengths_of(job).items(), key=lambda item: item[1])
+    if mtp.depth >= shortest:
+        message = f"{mtp.depth} leaves no MTP label in rows of {shortest} tokens"
+        mtp_faults.append(Fault("model.mtp.depth", message, hint=f"lower it, or raise {key}"))
     return mtp_faults
 
 
@@ -133,16 +136,12 @@ def rollbacks_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: 
 
 def numbers_can_be_counted(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Reports a run with more tokens than a 64-bit counter can hold."""
-    train = job.train
-    tokens = train.max_steps * train.global_batch * job.data.sequence_length
+    factors = ({"train.max_steps": job.train.max_steps}, batches_of(job), lengths_of(job))
+    highest = [max(factor.items(), key=lambda pair: pair[1]) for factor in factors]
+    tokens = prod(value for _, value in highest)
     if tokens < 2**63:
         return []
-    largest = max(
-        ("train.max_steps", train.max_steps),
-        ("train.global_batch", train.global_batch),
-        ("data.sequence_length", job.data.sequence_length),
-        key=lambda pair: pair[1],
-    )
+    largest = max(highest, key=lambda pair: pair[1])
     return [Fault(largest[0], f"{largest[1]} means {tokens:.1e} tokens in all, more than 64 bits can count", hint="lower it")]
 
 
@@ -209,9 +208,8 @@ def flex_refusal(job: Job) -> str:
     """Returns why the rows of a recipe need flex attention that is not proven on a GPU; "" if they do not."""
     attention = getattr(job.model, "attention", None)
     kind, capped = getattr(attention, "core", "sdpa"), getattr(attention, "soft_cap", None) is not None
-    lengths = dict.fromkeys((job.data.sequence_length, *(phase.sequence_length for phase in job.data.phases)))
     compiled = "compile" in job.transforms
-    reasons = (refusal(kind, length, length, compiled, capped) for length in lengths if length is not None)
+    reasons = (refusal(kind, length, length, compiled, capped) for length in lengths_of(job).values())
     return next((why for why in reasons if why), "")
 
 

@@ -86,6 +86,12 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
     return scale
 
 
+def length_at(data: Data, step: int) -> int:
+    """Returns the tokens per row of a step."""
+    begun = (phase.sequence_length for phase in reversed(data.phases) if phase.start <= step and phase.sequence_length)
+    return next(begun, data.sequence_length)
+
+
 def _stairs(phase: Phase, before: PhaseInterval, after: PhaseInterval) -> Iterator[PhaseInterval]:
     """Yields the stairs of a ramp; each has exactly the weights of the linear ramp at its middle."""
     count = min(phase.ramp, STAIRS)

@@ -55,6 +55,22 @@ class ParallelJob(Job, Protocol):
     def precision(self) -> Precision: ...
 
 
+def batches_of(job: ParallelJob) -> dict[str, int]:
+    """Returns the sequences per step of a run and of the phases that change it, by key."""
+    return {"train.global_batch": job.train.global_batch, **_of_phases(job, "global_batch")}
+
+
+def lengths_of(job: ParallelJob) -> dict[str, int]:
+    """Returns the tokens per sequence of a run and of the phases that change it, by key."""
+    return {"data.sequence_length": job.data.sequence_length, **_of_phases(job, "sequence_length")}
+
+
+def _of_phases(job: ParallelJob, name: str) -> dict[str, int]:
+    phases = getattr(getattr(job, "data", None), "phases", ())
+    values = {f"data.phases.{index}.{name}": getattr(phase, name) for index, phase in enumerate(phases)}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def features(job: ParallelJob, layout: Layout) -> list[Use]:
     """Returns the features that a job, or any object with its sections, uses in a layout; each once."""
     sizes = layout.sizes()
@@ -69,8 +85,9 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
         schedule = job.parallel.pipeline.schedule
         name = schedule.build().name
         uses.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
-    if job.train.global_batch > job.train.micro_batch * layout.data:
-        uses.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+    key, batch = max(batches_of(job).items(), key=lambda item: item[1])
+    if batch > job.train.micro_batch * layout.data:
+        uses.append(Use("accumulate", "layout", f"{key} larger than one micro-batch per data rank"))
     optimizer = getattr(job, "optimizer", None)
     if layout.world > 1 and getattr(optimizer, "shards", None) in PROVEN:
         name = getattr(optimizer, "feature", type(optimizer).__name__.lower())
