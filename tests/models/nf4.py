@@ -1,4 +1,4 @@
-"""A reference of the formats of a quantized base: one value after the other, in Python's floats, from the formulas of the papers."""
+"""A reference of the formats of a quantized base: one row or block after the other, from the formulas of the papers."""
 
 from statistics import NormalDist
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def levels() -> list[float]:
-    """The 16 levels of NF4 (QLoRA, appendix E): quantiles of a normal distribution, eight below zero, zero, seven above, divided by
-    the largest; computed here from the distribution."""
+    """The 16 levels of NF4 (QLoRA, section 3): seven quantiles of a normal distribution below zero, zero, and eight above,
+    divided by the largest."""
     # The offset of the paper: the mean of 1 - 1/(2 * 15) and 1 - 1/(2 * 16).
     offset = (1 - 1 / 30 + 1 - 1 / 32) / 2
     above = [NormalDist().inv_cdf(offset + (0.5 - offset) * step / 8) for step in range(8)]
@@ -27,7 +27,7 @@ def rounded(matrix: Tensor, kind: str) -> Tensor:
 
 def _int8_row(row: Tensor) -> Tensor:
     scale = row.abs().max() / 127
-    return (row.double() / scale.double()).round().float() * scale
+    return (row * (1 / scale)).round() * scale
 
 
 def _nf4_block(block: Tensor) -> Tensor:

@@ -453,7 +453,7 @@ def test_an_adapter_of_peft_is_opened_and_trained_on(recipe: Path, base: Path, t
     ("keys", "match"),
     [
         ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank 2, but others have 4"),
         ({"alpha_pattern": {"q_proj": 5}}, "alpha_pattern"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),

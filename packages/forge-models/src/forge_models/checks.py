@@ -1,12 +1,14 @@
 """Rules across sections for models: pure functions of (job, layout), which run before torch is imported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge_core.component import class_name
 from forge_core.errors import Fault, RecipeWarning
 from forge_core.layout import Layout, divisors
 from forge_core.protocols.run import Job
+from forge_core.specs import Matrix
+from forge_models.base_format import NF4_BLOCK
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.lora import LoRAConfig
@@ -160,6 +162,8 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
             f"include experts, such as {adapted[0]}, which parallel.etp = {layout.etp} splits; adapters of experts are not split",
             hint="set parallel.etp = 1, or leave experts out, such as targets = ['*.attention.*']",
         )
+    if lora.base_format != "full":
+        yield from _base_fits(lora.base_format, hidden, bool(experts), layout)
     if "float8" in job.transforms:
         yield Fault(
             "transforms.float8", "multiplies whole layers in float8, and layers with adapters of [model.lora] are no such"
@@ -168,6 +172,26 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
         yield Fault("model.lora.rank", f"{lora.rank} must be a multiple of {WHOLE_ROWS} for compiled experts")
     if getattr(getattr(job, "parameters", None), "width_base", None):
         yield Fault("parameters.width_base", "scales the training of a whole model, and [model.lora] trains an adapter only")
+
+
+def _base_fits(kind: str, hidden: Mapping[str, Matrix], experts: bool, layout: Layout) -> Iterator[Fault]:
+    """Checks that every rank has whole blocks of a quantized base, whose matrices outside of stacks are `hidden`."""
+    for name, matrix in hidden.items() if kind == "nf4" else ():
+        inputs, split = matrix.shape[1], matrix.dims[1] not in (None, "embed")
+        if split and inputs % (layout.tp * NF4_BLOCK):
+            yield Fault(
+                "model.lora.base_format",
+                f"'nf4' has blocks of {NF4_BLOCK} values of a row, and parallel.tp = {layout.tp} splits the {inputs} values of a "
+                f"row of {name} inside a block",
+                hint="use 'int8', or another parallel.tp",
+            )
+            break
+    if experts and layout.etp > 1:
+        yield Fault(
+            "parallel.etp",
+            f"= {layout.etp} splits the rows of experts, and model.lora.base_format = {kind!r} quantizes whole rows",
+            hint="set parallel.etp = 1",
+        )
 
 
 def classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]:

@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.adapted = False  # whether this is the frozen base of an adapter (`forge_models.blocks.lora`)
+        self.tuned: tuple[str, ...] = ()  # names of parameters that are trained whole beside an adapter
         norm: Any = shape.norm
         embed = Embedding(shape.vocab_size, shape.dim)
         head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap, shape.logit_multiplier)
@@ -399,12 +400,12 @@ class Decoder(nn.Module):
         )
 
     def _base(self, tensors: Mapping[str, TensorSpec]) -> frozenset[str]:
-        """Returns the tensors that belong to the base of an adapter: all, apart from the adapter and from buffers that count what
-        a run does. Empty without an adapter."""
+        """Returns the tensors that belong to the base of an adapter: all, apart from the adapter, from what is trained beside it,
+        and from buffers that count what a run does. Empty without an adapter."""
         if not self.adapted:
             return frozenset()
         counters = {name for name, _ in self.named_buffers() if not name.endswith(ROUTER_BIAS)}
-        return frozenset(tensors) - counters - set(adapter_names(self))
+        return frozenset(tensors) - counters - set(adapter_names(self)) - set(self.tuned)
 
     def _has(self, path: str) -> bool:
         module: Any = self

@@ -49,6 +49,7 @@ class Counts:
         mtp_widths: `widths` of the blocks of MTP modules.
         lora: weights of the adapters of a frozen base.
         lora_matrix: weights of adapters in matrix products for one token.
+        tuned_matrix: of `matrix`, those that are trained beside adapters.
         widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
             the multiply-adds of one query with one key.
         causal: whether a token sees only earlier tokens.
@@ -67,6 +68,7 @@ class Counts:
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
     lora: int = 0
     lora_matrix: int = 0
+    tuned_matrix: int = 0
     causal: bool = True
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
@@ -105,7 +107,7 @@ class Counts:
         """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
         if self.lora:
-            own -= _products(self.matrix, {}, keys) / 3  # no gradient of the base's weights
+            own -= _products(self.matrix - self.tuned_matrix, {}, keys) / 3  # no gradient of the base's weights
         return 3 * (own + mtp + _products(self.lora_matrix, {}, keys))
 
 
@@ -159,7 +161,8 @@ def _adapters(shape: DecoderShape, lora: Any) -> dict[str, int]:
         stacked, chosen = (shape.moe.experts, shape.moe.top_k) if shape.moe is not None and name in experts else (1, 1)
         whole += stacked * each + (outputs if lora.dora else 0)
         for_token += chosen * each
-    return {"lora": whole, "lora_matrix": for_token}
+    head = shape.vocab_size * shape.dim if "head" in lora.train else 0
+    return {"lora": whole, "lora_matrix": for_token, "tuned_matrix": head}
 
 
 def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:

@@ -12,9 +12,12 @@ from forge_core.component import Component
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE, row_lengths
+from forge_models.components.lora import TUNED
 from forge_models.quantized_weights import DequantizedWeights, in_full
 
 Shape = tuple[int, ...]
+WHOLE = frozenset(TUNED.values())
+"""Names of parameters that an adapter may have whole."""
 
 
 class Parts:
@@ -22,7 +25,8 @@ class Parts:
 
     Attributes:
         base: names of the tensors that belong to the base.
-        adapter: shapes of the adapter's parameters by name.
+        adapter: shapes of the adapter's parameters by name, and of those that are trained whole beside it.
+        tuned: names of the latter, which the base has as well.
         shapes: shapes of all parameters and buffers.
     """
 
@@ -35,6 +39,7 @@ class Parts:
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
         trained = (name for name, parameter in module.named_parameters() if parameter.requires_grad)
         self.adapter: dict[str, Shape] = {name: self.shapes[name] for name in trained}
+        self.tuned = frozenset(name for name in self.adapter if not _is_factor(name))
         self._buffers = frozenset(dict(module.named_buffers()))
 
     def check_base(self, weights: Weights) -> None:
@@ -44,10 +49,10 @@ class Parts:
             ForgeError: a tensor is missing or has another shape; the message lists them.
         """
         stored = weights.tensors
-        faults = [f"{name}: missing" for name in sorted(self.base - self._buffers - set(stored))]
+        faults = [f"{name}: missing" for name in sorted((self.base | self.tuned) - self._buffers - set(stored))]
         faults += [
             f"{name}: shape {stored[name].shape}, but [model] has {self.shapes[name]}"
-            for name in sorted(self.base & set(stored))
+            for name in sorted((self.base | self.tuned) & set(stored))
             if stored[name].shape != self.shapes[name]
         ]
         faults += [f"{name}: not in [model]" for name in sorted(set(stored) - set(self.shapes))]
@@ -64,15 +69,15 @@ class Parts:
         Raises:
             ForgeError: they are not; the message says what to change.
         """
-        found = {name: entry.shape for name, entry in weights.tensors.items() if name not in self.base}
-        found = {name: shape for name, shape in found.items() if name in self.adapter or _is_factor(name)}
+        found = {name: entry.shape for name, entry in weights.tensors.items()}
+        found = {name: shape for name, shape in found.items() if name in self.adapter or _is_factor(name) or name in WHOLE}
         missing, more = sorted(self.adapter.keys() - found.keys()), sorted(found.keys() - self.adapter.keys())
         if missing or more:
             said = [f"it lacks {_some(missing)}"] if missing else []
             said += [f"the model has no {_some(more)}"] if more else []
             raise ForgeError(
                 f"{weights.facts.origin} is an adapter of other matrices: {', and '.join(said)}; change model.lora.targets (and "
-                "model.lora.dora) to those of the adapter"
+                "model.lora.dora, model.lora.train) to those of the adapter"
             )
         for name, shape in found.items():
             if shape != self.adapter[name]:
@@ -119,7 +124,9 @@ class AdaptedWeights:
         values = self._values.tensors
         self.tensors: Mapping[str, StoredTensor] = {**{name: values[name] for name in sorted(self._of_base)}, **own}
         known, facts = base.facts, adapter.facts
-        held = () if self.base_format == "full" else (f"matrices of the base have the values of {self.base_format}, as in training",)
+        held = (
+            () if self.base_format == "full" else (f"matrices of the base have the values of {self.base_format}, as in training",)
+        )
         self.facts = replace(
             facts,
             special_tokens=facts.special_tokens or known.special_tokens,
@@ -157,7 +164,8 @@ class MergedWeights:
             raise ForgeError(f"{weights.facts.origin} has no adapter to merge")
         self._weights, self._lora = weights, model.lora
         self.model: Component = replace(model, lora=None)
-        self._adapter = frozenset(Parts(model).adapter)
+        parts = Parts(model)
+        self._adapter = frozenset(parts.adapter) - parts.tuned
         self.tensors: Mapping[str, StoredTensor] = {
             name: entry for name, entry in weights.tensors.items() if name not in self._adapter
         }
@@ -217,7 +225,8 @@ def hash_of(weights: Weights, names: Iterable[str]) -> str:
 
 def names_of(model: Any, base: Weights) -> list[str]:
     """Returns the names of the tensors that the hash of a base covers, sorted."""
-    return sorted(Parts(model).base & set(base.tensors))
+    parts = Parts(model)
+    return sorted((parts.base | parts.tuned) & set(base.tensors))
 
 
 def check_hash(identity: Mapping[str, Any], found: str, adapter: str, base: str) -> None:
@@ -251,8 +260,10 @@ def set_adapter(model: nn.Module, adapter: Weights) -> None:
     Raises:
         ForgeError: the adapter does not fit.
     """
-    own = {name: parameter for name, parameter in model.named_parameters() if _is_factor(name)}
-    found = {name: entry for name, entry in adapter.tensors.items() if _is_factor(name)}
+    tuned: Any = getattr(model, "tuned", ())
+    own = {name: parameter for name, parameter in model.named_parameters() if _is_factor(name) or name in tuned}
+    whole = getattr(getattr(adapter.model, "lora", None), "tuned", tuned)
+    found = {name: entry for name, entry in adapter.tensors.items() if _is_factor(name) or name in whole}
     if own.keys() != found.keys() or any(tuple(own[name].shape) != entry.shape for name, entry in found.items()):
         raise ForgeError(f"{adapter.facts.origin} is an adapter of other matrices or of another rank than the model has")
     lora: Any = getattr(adapter.model, "lora", None)

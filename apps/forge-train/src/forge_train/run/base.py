@@ -88,16 +88,18 @@ class FrozenBase:
         initialize(model, self._seed, [name for name in model.specs.tensors if name not in model.specs.base])
         path = self._model.lora.from_adapter
         adapter = None if path is None else self._opened(path)
-        names = Parts(self._model).adapter
+        parts = Parts(self._model)
         full = self._model.lora.base_format == "full"
         values = self.weights if full else DequantizedWeights(self.weights, self._model)
         for name, tensor in model.tensors():
             piece = model.piece(name, tensor)
-            if name not in names or not piece.local.numel():
+            if name not in parts.adapter or not piece.local.numel():
                 continue
             extent = tuple(piece.local.shape)
             if adapter is not None:
                 piece.local.copy_(adapter.box(name, piece.offset, extent))
+            elif name in parts.tuned:
+                piece.local.copy_(self.weights.box(name, piece.offset, extent))
             elif name.endswith(MAGNITUDE):
                 piece.local.copy_(magnitudes_of(values, name, piece.offset, extent))
 
@@ -117,13 +119,14 @@ class FrozenBase:
             if BASE not in stored.meta:
                 raise ForgeError(f"model.lora.from_adapter: {stored.facts.origin} has no adapter; name a run with [model.lora]")
             self.check(stored.facts.origin, stored.meta)
-            if (there := stored.meta[BASE].get("format", "full")) != (here := self._model.lora.base_format):
-                raise ForgeError(
-                    f"{stored.facts.origin} was trained on a base in the format {there!r}, but [model.lora] has {here!r}; set "
-                    f"model.lora.base_format = {there!r}, or merge that adapter into its base, and train on the result"
-                )
             adapter = stored
         Parts(self._model).check_adapter(adapter)
+        there, here = getattr(adapter.model, "lora", self._model.lora).base_format, self._model.lora.base_format
+        if there != here:
+            raise ForgeError(
+                f"{adapter.facts.origin} was trained on a base in the format {there!r}, but [model.lora] has {here!r}; set "
+                f"model.lora.base_format = {there!r}, or merge that adapter into its base, and train on the result"
+            )
         if (other := getattr(adapter.model, "lora", None)) is not None and other.scaling != self._model.lora.scaling:
             raise ForgeError(
                 f"{adapter.facts.origin} was trained with the scale {other.scaling:g} (alpha = {other.alpha:g}, rank = "

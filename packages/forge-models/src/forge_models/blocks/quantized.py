@@ -1,16 +1,17 @@
 """Frozen matrices in 8 or 4 bits, which are dequantized where a product needs them (QLoRA, Dettmers et al., 2023).
 
 `int8` has one scale per row, the largest absolute value / 127. `nf4` has one scale per block of 64 values of a row, the largest
-absolute value, and codes of 4 bits for 16 levels: the quantiles of a normal distribution, two codes per byte, the first one in the
-high bits. Scales are fp32, and are not quantized a second time: a matrix takes 8 bits and 32 per row, or 4.5 bits per value.
+absolute value, and codes of 4 bits for 16 levels, which are quantiles of a normal distribution; a byte has two codes, the first
+one in its high bits. Scales are fp32, and are not quantized a second time: a matrix takes 8 bits per value and 32 per row, or 4.5
+bits per value.
 
 Codes have the name of the matrix, and its logical dimensions; the scales of `weight` are `weight_scale`. Rows and blocks of rows
 are independent. So strategies split codes and scales as they split the matrix, and a part of a quantized matrix equals the
 quantized part. Scales are stored as the bits of fp32 numbers (int32), because strategies cast floating-point parameters to the
 compute dtype.
 
-torchao has no public NF4 tensor in its current releases, and its subclass of Tensor supports neither splits along a row nor
-stacks of experts. So it is the reference of the tests, and a run does not need it.
+torchao has an NF4 tensor as well. Its subclass of Tensor is split along rows only, holds no stacks of experts, rounds the levels
+to four decimals, and is not in the public modules of torchao 0.18. So it is a reference in the tests, and no run needs it.
 """
 
 from collections.abc import Callable, Sequence

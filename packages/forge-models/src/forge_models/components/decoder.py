@@ -156,6 +156,11 @@ class DecoderConfig(Component):
     def _check_lora(self, lora: LoRAConfig, shape: DecoderShape) -> None:
         if self.mtp is not None:
             raise ValueError("lora does not support [model.mtp], whose modules would be part of the frozen base; remove one")
+        if lora.train and self.tied_embeddings:
+            raise ValueError(
+                f"lora.train = {list(lora.train)} does not support tied_embeddings, because embedding and head are one tensor; "
+                "remove lora.train"
+            )
         if shape.declares_matrices:
             hidden, experts = shape.matrices()
             lora.check([*hidden, *experts])
@@ -237,7 +242,9 @@ class DecoderConfig(Component):
         model = decoder.Decoder(shape)
         matrices = matrices_of(model)
         attach(model, self.lora.matched(matrices), self.lora)
-        model.adapted = True
+        model.adapted, model.tuned = True, self.lora.tuned
+        for name in model.tuned:
+            model.get_parameter(name).requires_grad_(True)
         if self.lora.base_format != "full":
             from forge_models.blocks.quantized import quantize
 

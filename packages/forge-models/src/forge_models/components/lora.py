@@ -18,6 +18,10 @@ ALL_LINEAR = "all-linear"
 """Target that means every linear layer, as in the peft library."""
 
 
+TUNED: Mapping[str, str] = MappingProxyType({"embedding": "embed.weight", "head": "head.weight"})
+"""Parts of a decoder that can be trained whole, and the names of their parameters."""
+
+
 def is_stacked(name: str) -> bool:
     """Whether the name of a matrix is that of a stack of experts."""
     return name.rpartition(".")[0].endswith(".experts")
@@ -47,6 +51,9 @@ class LoRAConfig:
     dora: bool = False
     """Whether the length of each row of W + s B A is a trained vector, which starts as that of W (DoRA, Liu et al., 2024). Not
     for experts, and not with `parallel.tp`."""
+    train: tuple[Literal["embedding", "head"], ...] = ()
+    """Parts of the base that are trained whole, beside the adapters, such as for new tokens; a checkpoint has all of their
+    weights. Not with tied embeddings."""
     base_format: Literal["full"] | Format = "full"
     """How the matrices of the blocks of the base are held: in `precision.state`, or quantized, with 8 bits per value and a scale
     per row, or 4.5 bits per value (QLoRA, Dettmers et al., 2023). They are quantized while they are read, and dequantized for
@@ -59,6 +66,13 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if not self.targets:
             raise ValueError('targets is empty, so nothing would be trained; name matrices, such as targets = ["*.q_proj"]')
+        if len(set(self.train)) < len(self.train):
+            raise ValueError(f"train names a part twice: {', '.join(self.train)}")
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """Names of the parameters of a decoder that are trained whole."""
+        return tuple(TUNED[part] for part in self.train)
 
     @property
     def scaling(self) -> float:
@@ -93,7 +107,6 @@ class LoRAConfig:
             ValueError: see `matched`.
         """
         self.matched(names)
-
 
     def check_format(self, matrices: Mapping[str, Matrix]) -> None:
         """Checks that all matrices of the base, by name, can be held in `base_format`.

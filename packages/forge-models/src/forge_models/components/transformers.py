@@ -137,6 +137,16 @@ class TransformersConfig(Component):
         found = record_of(self.model_type)
         packs = found is not None and found[1].get("packed") is True
         model = causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
+        if self.lora is not None and self.lora.base_format != "full":
+            raise Unsupported(
+                f"model.lora.base_format = {self.lora.base_format!r} is for the families that Forge implements, and a class of "
+                "transformers is none; use model.from_hf, or base_format = 'full'"
+            )
+        if self.lora is not None and self.lora.train:
+            raise Unsupported(
+                f"model.lora.train = {list(self.lora.train)} is for the families that Forge implements, and a class of "
+                "transformers is none; use model.from_hf, or remove the key"
+            )
         if self.lora is not None:
             from forge_models.hf.causal_lm_lora import attach
 

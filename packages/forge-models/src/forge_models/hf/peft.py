@@ -7,12 +7,13 @@ rank: the rows of all A below each other, and a block-diagonal B.
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,15 +23,17 @@ from forge_core.errors import ForgeError
 from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.registry import Registry
+from forge_models.base_format import Format
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.lora import LoRAConfig
+from forge_models.components.lora import TUNED, LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.config import CONFIG
-from forge_models.hf.peft_places import AdaptedModel, AdapterPlace, every_place, kind_of, places_of
+from forge_models.hf.peft_places import AdaptedModel, AdapterPlace, every_place, kind_of, places_of, whole_modules
 from forge_models.hf.reader import DTYPES
 from forge_models.hf.writer import write_json
 from forge_models.lora_weights import AdaptedWeights, check_hash, hash_of, names_of
+from forge_models.quantized_weights import DequantizedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,11 +45,13 @@ NAMES = {FACTOR_A: "lora_A.weight", FACTOR_B: "lora_B.weight", MAGNITUDE: "lora_
 """Our names of an adapter's parameters -> those of the peft library."""
 HASH = "base_sha256"
 """Key of the safetensors metadata with the hash of the base, which the peft library ignores."""
+FORMAT = "base_format"
+"""Key of the safetensors metadata with the format in which the base was held in training (`LoRAConfig.base_format`)."""
+FORMATS = ("full", *get_args(Format))
 KNOWN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
     "layer_replication": (None,),
     "lora_bias": (False,),
     "trainable_token_indices": (None,),
@@ -85,12 +90,19 @@ class PeftAdapter:
         except (SafetensorError, OSError) as cause:
             raise ForgeError(f"{folder / TENSORS} cannot be read as safetensors: {cause}") from cause
         self._keys = set(self._open.keys())
-        self.hash = (self._open.metadata() or {}).get(HASH)
+        metadata = self._open.metadata() or {}
+        self.hash, kind = metadata.get(HASH), metadata.get(FORMAT, "full")
+        if kind not in FORMATS:
+            raise ForgeError(f"{folder / TENSORS}: {FORMAT} {kind!r} is not known, only {', '.join(FORMATS)}")
         self._places = {
             name: place for name, place in every_place(plain, family).items() if self._key(place, FACTOR_A) in self._keys
         }
+        self._whole = {
+            name: key for name, module in whole_modules(plain, family).items() if (key := _whole_key(module)) in self._keys
+        }
+        self._check_whole(values, plain)
         slots = (FACTOR_A, FACTOR_B, *((MAGNITUDE,) if values.get("use_dora") else ()))
-        known = {self._key(place, slot) for place in self._places.values() for slot in slots}
+        known = {self._key(place, slot) for place in self._places.values() for slot in slots} | set(self._whole.values())
         if lost := sorted(self._keys ^ known):
             raise ForgeError(
                 f"{folder / TENSORS} does not fit the model: {lost[0]} is missing there, or has no linear layer here"
@@ -106,6 +118,8 @@ class PeftAdapter:
             targets=tuple(self._places),
             rank_stabilized=bool(values.get("use_rslora")),
             dora=bool(values.get("use_dora")),
+            base_format=kind,
+            train=tuple(part for part, name in TUNED.items() if name in self._whole),
         )
         self.model: Component = replace(plain, lora=lora)
         dtypes = {self._slice(place, FACTOR_A).get_dtype() for place in self._places.values()}
@@ -114,20 +128,43 @@ class PeftAdapter:
             raise ForgeError(
                 f"{folder / TENSORS} has tensors of {', '.join(sorted(map(str, dtypes)))}; convert them to one dtype"
             )
-        self.tensors: Mapping[str, StoredTensor] = {
+        self.tensors: dict[str, StoredTensor] = {
             f"{name}.{slot}": StoredTensor(self._shape(place, slot), dtype)
             for name, place in self._places.items()
             for slot in slots
         }
+        for name, key in self._whole.items():
+            entry = self._open.get_slice(key)
+            self.tensors |= {name: StoredTensor(tuple(entry.get_shape()), DTYPES.get(entry.get_dtype(), dtype))}
         self.facts = WeightsInfo(origin=str(folder), family=family)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns whole tensors."""
-        return {name: self._read(*name.rpartition(".")[::2]) for name in names}
+        return {
+            name: self._open.get_tensor(self._whole[name]) if name in self._whole else self._read(*name.rpartition(".")[::2])
+            for name in names
+        }
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
         """Returns a box of one tensor."""
         return self.read([name])[name][tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
+
+    def _check_whole(self, values: Mapping[str, Any], plain: AdaptedModel) -> None:
+        """
+        Raises:
+            ForgeError: `modules_to_save` names others than embedding and head, or these are tied.
+        """
+        held = {key.removeprefix(PREFIX).removesuffix(".weight") for key in self._whole.values()}
+        for module in values.get("modules_to_save") or ():
+            if not any(path == module or path.endswith(f".{module}") for path in held):
+                raise ForgeError(
+                    f"{self.folder / SETTINGS}: modules_to_save = {module!r} is not supported, only embedding and head of a "
+                    "family that Forge implements; merge it with the peft library"
+                )
+        if held and getattr(plain, "tied_embeddings", False):
+            raise ForgeError(
+                f"{self.folder / SETTINGS}: modules_to_save is not supported with tied embeddings; merge it with the peft library"
+            )
 
     def _key(self, place: AdapterPlace, slot: str) -> str:
         return f"{PREFIX}{place.module}.{NAMES[slot]}"
@@ -179,6 +216,11 @@ class PeftAdapter:
                 raise ForgeError(f"{self.folder}: the adapter of {place.module} mixes its fused matrices; Forge has one for each")
             found = found[:, own]
         return found[list(place.order)] if place.order else found.contiguous()
+
+
+def _whole_key(module: str) -> str:
+    """Returns the name of the weight of a module that an adapter has whole."""
+    return f"{PREFIX}{module}.weight"
 
 
 def _pattern(values: Mapping[str, Any], key: str, module: str) -> float | None:
@@ -257,11 +299,12 @@ class PeftConverter:
                 f"the base {weights.base.facts.origin} is not a folder in the Hugging Face format, which the peft library opens; "
                 "convert it with --to hf, and name that folder with --base"
             )
-        places = places_of(model, kind_of(replace(model, lora=None), self.family or weights.facts.family, self.family))
+        family = kind_of(replace(model, lora=None), self.family or weights.facts.family, self.family)
+        places = places_of(model, family)
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         partial.mkdir(parents=True)
         try:
-            self._write(partial, weights, places, folder.resolve())
+            self._write(partial, weights, places, family, folder.resolve())
             for file in partial.rglob("*"):
                 sync_path(file)
             publish(partial, path)
@@ -269,7 +312,9 @@ class PeftConverter:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _write(self, partial: Path, weights: AdaptedWeights, places: Mapping[str, AdapterPlace], folder: Path) -> None:
+    def _write(
+        self, partial: Path, weights: AdaptedWeights, places: Mapping[str, AdapterPlace], family: str, folder: Path
+    ) -> None:
         from safetensors.torch import save_file
 
         model: Any = weights.model
@@ -280,7 +325,12 @@ class PeftConverter:
             tensors |= _fused(module, fused, weights, lora)
             if (parts := fused[0][1].parts) > 1:
                 wider[module] = parts
+        modules = whole_modules(replace(model, lora=None), family) if lora.train else {}
+        modules = {name: modules[name] for name in lora.tuned}
+        tensors |= {_whole_key(module): weights.read([name])[name].contiguous() for name, module in modules.items()}
         metadata = {"format": "pt", HASH: hash_of(weights.base, names_of(model, weights.base))}
+        if weights.base_format != "full":
+            metadata[FORMAT] = weights.base_format
         save_file(tensors, str(partial / TENSORS), metadata=metadata)
         scale = {parts: sqrt(parts) if lora.rank_stabilized else parts for parts in wider.values()}
         settings = {
@@ -298,7 +348,7 @@ class PeftConverter:
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
-            "modules_to_save": None,
+            "modules_to_save": [module.rpartition(".")[2] for module in modules.values()] or None,
             "inference_mode": True,
         }
         write_json(partial / SETTINGS, settings)
@@ -312,13 +362,28 @@ class PeftConverter:
             return "peft is not installed"
         from forge_models.hf.converter import opened
 
-        model = opened(self._base_of(path, read_settings(path)), "AutoModelForCausalLM")
+        folder = self._base_of(path, read_settings(path))
+        with tempfile.TemporaryDirectory() as place:
+            if (base := self._rounded(path, folder)) is not None:
+                folder = Path(place) / "base"
+                Registry().load("forge.converters", "hf")().build().write(folder, base)
+            model = opened(folder, "AutoModelForCausalLM")
         if isinstance(model, str):
             return model
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the two libraries may be of different years
             adapted = peft.PeftModel.from_pretrained(model, str(path)).eval()
             return adapted(input_ids=tokens).logits
+
+    def _rounded(self, path: Path, folder: Path) -> Weights | None:
+        """Returns the values of the base in `folder` that the adapter at `path` was trained with; None if they are those of the
+        folder."""
+        from safetensors import safe_open
+
+        if FORMAT not in (safe_open(str(path / TENSORS), framework="pt").metadata() or {}):
+            return None
+        base: Any = Registry().load("forge.converters", "hf")().build().read(folder)
+        return DequantizedWeights(base, PeftAdapter(path, base.model, base.facts.family).model)
 
     def _base_of(self, path: Path, values: Mapping[str, Any]) -> Path:
         name = self.base or values.get("base_model_name_or_path")

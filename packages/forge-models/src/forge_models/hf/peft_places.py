@@ -6,7 +6,7 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.lora import LoRAConfig
+from forge_models.components.lora import TUNED, LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.names import TensorPlace, places_in
@@ -76,6 +76,15 @@ def places_of(model: AdaptedModel, family: str) -> dict[str, AdapterPlace]:
             "instead: forge-train convert SOURCE TARGET --to hf"
         )
     return {name: layers[name] for name in names}
+
+
+def whole_modules(model: AdaptedModel, family: str) -> dict[str, str]:
+    """Returns {name: module} of the parameters that an adapter may have whole (`LoRAConfig.train`); none of a class of
+    transformers."""
+    if isinstance(model, TransformersConfig):
+        return {}
+    places = places_in(FAMILIES[family], model)
+    return {name: places[name].names[0].removesuffix(".weight") for name in TUNED.values() if name in places}
 
 
 def _layers_of(model: TransformersConfig) -> dict[str, AdapterPlace]:
