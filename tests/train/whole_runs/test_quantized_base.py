@@ -12,12 +12,14 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.hf.streamed_forward import logits_of
 from forge_models.lora_weights import MergedWeights
+from forge_models.quantized_weights import QuantizedWeights
+from forge_parallel.placement.boxes import local_box
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load_recipe
 from forge_train.run.loop import fit
 from harness.pool import World
 from models.hf.command_line import run as command
-from models.hf.zoo import random_model, saved, tokens
+from models.hf.zoo import CASES, random_model, saved, tokens
 from models.nf4 import rounded
 from train.runs import prepared, train
 from train.whole_runs.test_lora_run import RECIPE, trained, weights_of
@@ -190,3 +192,95 @@ def test_a_layout_equals_one_process(world: World, recipe: Path, tmp_path: Path,
             else:
                 assert torch.equal(tensor, alone["weights"][name]) and torch.equal(tensor, one["before"][name]), name
     assert locate(tmp_path / "cut").manifest().bytes == locate(tmp_path / "alone").manifest().bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("transform", ['recompute={policy="full"}', 'recompute={policy="selective"}', "compile={}"])
+def test_recomputed_and_compiled_blocks_equal_plain_ones(recipe: Path, tmp_path: Path, transform: str, experts: bool) -> None:
+    keys = [quantized_to("nf4"), "--train.max_steps=2", "--model.lora.rank=8"]
+    if experts:
+        keys.append(f"--model.from_hf={saved(random_model(*of_experts()), tmp_path / 'experts')}")
+    run, known = prepared(recipe, [f"--job.dir={tmp_path / 'a'}", *keys])
+    fit(run)
+    other, found = prepared(recipe, [f"--job.dir={tmp_path / 'b'}", *keys, f"--transforms.{transform}"])
+    fit(other)
+    assert found.losses == pytest.approx(known.losses, rel=1e-10)
+    for name, tensor in weights_of(run).items():
+        assert torch.allclose(weights_of(other)[name], tensor, rtol=1e-8, atol=1e-10), name
+
+
+def of_experts() -> tuple[str, dict[str, Any]]:
+    kind, keys = CASES["qwen3_moe"]
+    return kind, keys | WIDE | {"moe_intermediate_size": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("layout", [["--parallel.dp_shard=2", "--parallel.ep=2"], ["--parallel.dp_shard=2"]], ids=["ep", "dp"])
+def test_experts_in_a_layout_equal_one_process(world: World, recipe: Path, tmp_path: Path, kind: str, layout: list[str]) -> None:
+    folder = saved(random_model(*of_experts()), tmp_path / "hf")
+    keys = [quantized_to(kind), "--train.micro_batch=1", f"--model.from_hf={folder}", "--train.max_steps=2"]
+    alone = on_ranks(recipe, [f"--job.dir={tmp_path / 'alone'}", *keys])
+    assert alone["weights"]["blocks.0.mlp.experts.up_proj"].dtype == (torch.uint8 if kind == "nf4" else torch.int8)
+    for one in world.run(on_ranks, 2, recipe, [f"--job.dir={tmp_path / 'cut'}", *layout, *keys]):
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+        for name, tensor in one["weights"].items():
+            assert torch.allclose(tensor, alone["weights"][name], rtol=1e-8, atol=1e-10), name
+            assert "lora_" in name or torch.equal(tensor, one["before"][name])
+
+
+def held_by_rank(recipe: Path, overrides: list[str]) -> dict[str, int]:
+    """Bytes of the rank's parameters by their dtype, and the loss of two steps in bf16 as whole numbers of bits."""
+    run, recorder = prepared(recipe, overrides)
+    found: dict[str, int] = {}
+    for _, tensor in run.model.parameters_held():
+        local = local_box(tensor).local
+        kind = str(local.dtype).removeprefix("torch.")
+        found[kind] = found.get(kind, 0) + local.nbytes
+    fit(run)
+    return found | {"loss": round(recorder.losses[-1] * 1e4)}
+
+
+@pytest.mark.slow
+def test_ranks_share_codes_and_gather_them_as_they_are(world: World, recipe: Path, tmp_path: Path) -> None:
+    """In bf16, to which FSDP would cast numbers."""
+    keys = [
+        quantized_to("nf4"),
+        "--train.micro_batch=1",
+        "--train.max_steps=2",
+        "--precision.compute=bf16",
+        "--precision.state=fp32",
+    ]
+    alone = held_by_rank(recipe, [f"--job.dir={tmp_path / 'alone'}", *keys])
+    values = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert alone["uint8"] == values // 2 and alone["int32"] == values // 16
+    for one in world.run(held_by_rank, 2, recipe, [f"--job.dir={tmp_path / 'cut'}", "--parallel.dp_shard=2", *keys]):
+        assert one["uint8"] * 2 == alone["uint8"] and one["int32"] * 2 == alone["int32"]
+        assert one["loss"] == pytest.approx(alone["loss"], rel=2e-3)
+
+
+def test_the_base_is_quantized_row_by_row_while_it_is_read(recipe: Path, base: Path, tmp_path: Path) -> None:
+    """A rank reads the rows that it holds, and no two matrices are in memory in full precision at once."""
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", quantized_to("nf4")])
+    weights = open_weights(base, Registry())
+    read: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+    class Counted:
+        """The base, which notes what is read."""
+
+        tensors, facts, model = weights.tensors, weights.facts, weights.model
+
+        def box(self, name: str, offset: Any, extent: Any) -> torch.Tensor:
+            read.append((name, tuple(offset), tuple(extent)))
+            return weights.box(name, offset, extent)
+
+    whole = QuantizedWeights(Counted(), run.job.model)  # type: ignore[arg-type]
+    name = "blocks.2.mlp.down_proj.weight"
+    part = whole.box(name, (16, 0), (8, 64)), whole.box(f"{name}_scale", (16, 0), (8, 2))
+    assert read == [(name, (16, 0), (8, 128))]  # once for codes and scales
+    held = weights_of(run)
+    assert torch.equal(part[0], held[name][16:24]) and torch.equal(part[1], held[f"{name}_scale"][16:24])
+    assert torch.equal(whole.box(name, (16, 32), (8, 32)), held[name][16:24, 32:])
+    assert torch.equal(whole.read([f"{name}_scale"])[f"{name}_scale"], held[f"{name}_scale"])
+    assert torch.equal(whole.box("norm.weight", (3,), (5,)).double(), held["norm.weight"][3:8])
