@@ -39,6 +39,7 @@ from forge_parallel.verify.proofs import features
 from forge_vlm.components.adapters import LinearConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
+from forge_vlm.components.image_text import ImageTextConfig
 from forge_vlm.components.model import VLM, FrameTimeConfig
 
 CPU = torch.device("cpu")
@@ -80,6 +81,22 @@ WIDE_LLAMA = {"hidden_size": 64, "intermediate_size": 64}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """Classes of transformers: dense, and with experts."""
 
+LLAVA = {
+    "model_type": "llava",
+    "image_token_id": VOCAB - 1,
+    "text_config": {**LLAMA, "initializer_range": 0.2},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    },
+}
+"""A class with images: four placeholders each, from the last block but one."""
+
 LORA = LoRAConfig(rank=8, alpha=24.0)
 """Every matrix has an adapter. Compiled experts take rows of eight numbers."""
 
@@ -116,6 +133,8 @@ def names(job: Any, layout: Layout) -> set[str]:
 
 def decoder_of(row: frozenset[str]) -> Any:
     """Grouped-query attention, tiny; as many blocks as its stages need."""
+    if "transformers_image_text" in row:
+        return ImageTextConfig(config=json.dumps(LLAVA), weights_from="draw")
     if "transformers" in row:
         experts = any(feature.startswith("ep_") for feature in row)
         keys = {**LLAMA, **(MIXTRAL if experts else {}), "tie_word_embeddings": "tied" in row}
@@ -208,6 +227,9 @@ def objective_of(row: frozenset[str]) -> Any:
 
 def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     """What is frozen: a block, experts included; a part of a block; a table, but not a tied one, whose two gradients count."""
+    if "transformers_image_text" in row:
+        patterns = ("model.vision_tower.*", "model.language_model.layers.1.*") if "frozen" in row else ()
+        return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
     if "transformers" in row:
         patterns = ("model.layers.1.*", "model.layers.2.self_attn.k_proj.*") if "frozen" in row else ()
         return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
@@ -253,6 +275,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
     total, micro_batch = rows_of(row)
     sizes = layout_of(row).sizes()
     pipeline = PipelineConfig(schedule=schedule_of(row) or schedule_class("1f1b")())
+    packing = "pad" if "transformers_image_text" in row else base.data.packing
     return replace(
         base,
         model=decoder_of(row),
@@ -263,6 +286,6 @@ def job_of(row: frozenset[str], base: Any) -> Any:
         optimizer=optimizer_of(row),
         parameters=Parameters(groups=list(groups_of(row))),
         train=replace(base.train, global_batch=total, micro_batch=micro_batch),
-        data=replace(base.data, sequence_length=LENGTH),
+        data=replace(base.data, sequence_length=LENGTH, packing=packing),
         hooks=[],
     )

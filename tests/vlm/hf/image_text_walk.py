@@ -35,7 +35,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_vlm.components.image_text import ImageTextConfig
 from forge_vlm.hf.image_arguments import KINDS, PATCHES, WRAPPED
 from forge_vlm.hf.image_text_classes import PATH
-from models.hf.causal_lm_walk import TOLERANCE, Found, _fill, _holds, _said, error, value_of
+from models.hf.causal_lm_walk import Found, _fill, _holds, _said, error, value_of
 
 VOCAB, LENGTH, IMAGE, MOST = 96, 48, 95, 24
 LAYOUTS = {"dp": "dp2", "hsdp": "dp2"}

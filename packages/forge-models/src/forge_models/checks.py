@@ -196,7 +196,7 @@ def _base_fits(kind: str, hidden: Mapping[str, Matrix], experts: bool, layout: L
 
 def classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]:
     """Checks that a class of transformers has been compared with one process in the layout of a recipe, and with its packing."""
-    if not isinstance(job.model, TransformersConfig):
+    if type(job.model) is not TransformersConfig:
         return
     if not (kind := job.model.model_type):
         yield Fault("model.folder", "is missing", hint="give a folder in the Hugging Face format, or model.config")

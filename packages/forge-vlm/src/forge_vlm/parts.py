@@ -2,7 +2,11 @@
 
 PARTS = {
     "forge.models": {
+        "transformers_image_text": "forge_vlm.components.image_text:ImageTextConfig",
         "vlm": "forge_vlm.components.model:VLM",
+    },
+    "forge.checks": {
+        "image_text_classes_are_compared": "forge_vlm.checks:image_text_classes_are_compared",
     },
     "forge.hooks": {
         "modalities": "forge_vlm.hooks:ModalityStatistics",
@@ -43,9 +47,20 @@ PARTS = {
         "pixel_shuffle": "forge_vlm.components.adapters:PixelShuffleConfig",
     },
     "forge.hf_models": {
+        "aya_vision": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "cohere2_vision": "forge_vlm.components.image_text:ImageTextFormatConfig",
         "forge_standalone": "forge_vlm.components.model:AutoModelFormatConfig",
+        "gemma3": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "glm4v": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "idefics3": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "internvl": "forge_vlm.components.image_text:ImageTextFormatConfig",
         "llava": "forge_vlm.components.model:LlavaConfig",
         "mllama_text_model": "forge_vlm.components.model:MllamaConfig",
+        "qwen2_5_vl": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "qwen2_vl": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "qwen3_vl": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "smolvlm": "forge_vlm.components.image_text:ImageTextFormatConfig",
+        "vipllava": "forge_vlm.components.image_text:ImageTextFormatConfig",
     },
     "forge.presets": {
         "vlm-demo": "forge_vlm.presets:vlm_demo",

@@ -7,7 +7,7 @@ converts back.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge_core.protocols.weights import StoredTensor, Weights
+from forge_models.hf.card import usage_of
 from forge_models.hf.causal_lm_anatomy import read_settings, tied
 from forge_models.hf.config import Unsupported, read_config
 from forge_models.hf.names import DERIVED, TensorPlace
@@ -251,7 +252,15 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield from (tuple(group) for group in layers.values())
 
 
-def write(path: Path, weights: Weights, *, tokenizer: Path | None, max_shard_bytes: int) -> None:
+def write(
+    path: Path,
+    weights: Weights,
+    *,
+    tokenizer: Path | None,
+    max_shard_bytes: int,
+    usage: str = usage_of("AutoModelForCausalLM"),
+    texts: Callable[[Path], None] | None = None,
+) -> None:
     """Writes weights as a folder that `from_pretrained` of transformers loads; see `forge_models.hf.writer.write_folder`.
 
     Raises:
@@ -263,5 +272,5 @@ def write(path: Path, weights: Weights, *, tokenizer: Path | None, max_shard_byt
     folder = FolderTensors(weights)
     places = {name: TensorPlace(entry.shape, (name,)) for name, entry in folder.tensors.items()}
     config["architectures"] = [folder.architecture]
-    options = {"tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes, "usage": usage, "texts": texts}
     write_folder(path, folder, places, config, **options, required=TOKENS)  # the configuration has those that the weights lack

@@ -172,6 +172,8 @@ TESTS = MappingProxyType(
         "fusions_slow": "tests/vlm/test_layouts.py::test_the_remaining_fusions_equal_one_process",
         "transformers": "tests/models/hf/test_causal_lm_layouts.py::test_a_class_of_transformers_equals_one_process",
         "transformers_slow": "tests/models/hf/test_causal_lm_layouts.py::test_the_remaining_layouts_equal_one_process",
+        "image_text": "tests/vlm/hf/test_image_text_layouts.py::test_an_image_text_class_equals_one_process",
+        "image_text_slow": "tests/vlm/hf/test_image_text_layouts.py::test_the_remaining_layouts_equal_one_process",
     }
 )
 """Kind of row -> the test that runs its rows. Fast and slow tests use at most four ranks, except for pairs that need eight."""

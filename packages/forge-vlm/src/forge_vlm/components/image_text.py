@@ -1,7 +1,7 @@
 """Any image-text model of transformers, chosen by `[model] name = "transformers_image_text"`."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -13,6 +13,8 @@ from forge_models.components.transformers import MISSING, TransformersConfig
 from forge_models.hf.config import Unsupported
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forge_vlm.hf.image_arguments import ImageArguments
     from forge_vlm.hf.image_text import ImageTextModel
 
@@ -28,14 +30,39 @@ class ImageTextConfig(TransformersConfig):
     key_class: ClassVar = IDENTITY
     feature: ClassVar[str] = "transformers_image_text"
 
+    processor: str = ""
+    """Files of the processor and its tokenizer's settings as JSON, {name: text}, which an export writes again; taken from
+    `folder` when absent. The folder itself is needed as long as images are prepared and read."""
     patches: Annotated[int, Ge(4)] = 1024
     """Maximum number of patches of an image, for classes that keep proportions. A batch has this much room for each image, so set
     it, and `size` of the processor in the folder, as low as the task allows."""
 
     @classmethod
+    def described(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keys that the folder of a recipe determines; see `TransformersConfig.described`."""
+        found = super().described(given)
+        if found and not given.get("processor"):
+            folder = Path(given["folder"])
+            texts = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
+            found["processor"] = json.dumps(texts, sort_keys=True)
+        return found
+
+    @classmethod
     def examples(cls, folder: Path) -> "Iterable[ImageTextConfig]":
         """Returns a small LLaVA."""
         yield cls(config=json.dumps(SMALL), weights_from="draw")
+
+    def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Returns tokens and images for a comparison of logits; see `forge_models.hf.streamed_forward.fixed_rows`."""
+        import torch
+
+        from forge_core.batch import Batch
+
+        with torch.device("meta"):
+            model = self.build()
+        tokens = torch.randint(0, model.shape.vocab_size, (3, 48), generator=torch.Generator().manual_seed(20))
+        batch = model.with_extras(Batch(tokens, tokens.clone()))
+        return batch.tokens, dict(batch.extras)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,6 +112,23 @@ class ImageTextFormatConfig(Component):
     implementation: ClassVar[str] = "forge_vlm.hf.image_text_folders:ImageTextFormat"
 
 
+def example() -> ImageTextConfig:
+    """Returns a small model of a class that no other component describes."""
+    config = {**SMALL, "model_type": "vipllava", "architectures": ["VipLlavaForConditionalGeneration"]}
+    return ImageTextConfig(config=json.dumps({**config, "vision_feature_layers": [-1, -2]}), weights_from="draw")
+
+
+FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""Files of a folder that `processor` keeps."""
 SMALL = {
     "model_type": "llava",
     "architectures": ["LlavaForConditionalGeneration"],

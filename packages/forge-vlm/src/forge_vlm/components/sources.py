@@ -4,13 +4,14 @@ Each source is prepared once into a store in the workspace: text becomes tokens,
 recipe's model. Images stay where they are and are read, decoded and tiled when a batch needs them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
 from forge_core.component import DATA
+from forge_core.errors import DataError
 from forge_core.protocols.data import SourceComponent
 from forge_data.components import Fraction, Split
 from forge_vlm.components.frame_scorers import FrameSelection
@@ -89,12 +90,24 @@ class ImageSource(SourceComponent):
         from forge_data.chat.conversation import chat_of
         from forge_vlm.data.inputs import inputs_of
         from forge_vlm.data.prepare import Preparation, prepare
+        from forge_vlm.data.processor_inputs import ProcessorInputs, processor_inputs
 
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
-        inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
+        name = self.label or self.format
+        if hasattr(context.model, "image_arguments"):
+            inputs = processor_inputs(context.model, name, self.tiling, given)
+        else:
+            inputs = inputs_of(context.model, name, self.tiling, **given)
         chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
-        length = context.sequence_length
-        wanted = Preparation(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
+        length, fields = context.sequence_length, self.fields
+        if isinstance(inputs, ProcessorInputs):
+            fields = replace(fields, pieces=True)
+            if self.too_long == "truncate":
+                raise DataError(
+                    f"source {name!r} cuts documents, but what a processor writes for an image cannot be "
+                    "cut; set too_long = 'error' or 'skip'"
+                )
+        wanted = Preparation(fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
         return prepare(self.read(), wanted, context, self.format)
 
 

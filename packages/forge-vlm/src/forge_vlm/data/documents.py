@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
@@ -98,11 +98,14 @@ class Fields:
             field `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their
             own, and may have `seconds`, the time of a frame.
         images: field with the reference of an image, or a list of them. A record without it is text.
+        pieces: whether a chat template that renders pieces gets images in text contents as pieces, and so writes what belongs
+            around them.
     """
 
     text: str = "text"
     messages: str = "messages"
     images: str = "image"
+    pieces: bool = field(default=False, repr=False)  # `repr` is a part of the names of stores
 
 
 class Examples(Protocol):
@@ -156,7 +159,7 @@ def parts_of(record: "Mapping[str, Any] | BrokenRecord", fields: Fields, chat: C
     if is_conversation(record, fields):
         turns = _turns(record[fields.messages], fields.messages)
         tools = record.get("tools")
-        found = _conversation(turns, images, fields.messages, lambda made: chat.spans(made, _listed(tools)), chat)
+        found = _conversation(turns, images, fields.messages, lambda made: chat.spans(made, _listed(tools)), chat, fields.pieces)
     else:
         text = record.get(fields.text)
         if not isinstance(text, str):
@@ -208,6 +211,7 @@ def _conversation(
     field: str,
     written: Callable[[list[Turn]], Sequence[tuple[str, bool, bool]]],
     chat: Chat,
+    by_pieces: bool = False,
 ) -> list[Words | Picture]:
     """Returns the parts of a conversation. `written` renders turns with the chat template to (text, learned, trusted)."""
     left = iter(images)
@@ -227,7 +231,7 @@ def _conversation(
                 content = "".join(MARKER if isinstance(each, Picture) else each for each in pieces)
         elif isinstance(content, str):
             placed += islice(left, content.count(MARKER))
-            if chat.takes_pieces and not chat.takes_text:
+            if chat.takes_pieces and (not chat.takes_text or (by_pieces and MARKER in content)):
                 content = _as_pieces(content)
         made.append(replace(turn, content=content))
     words = [Words(*span) for span in written(made)]

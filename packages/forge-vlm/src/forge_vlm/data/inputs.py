@@ -1,7 +1,7 @@
 """Turns an image into the input of a model: the number of its placeholders, and its pixels."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from forge_core.errors import DataError
 from forge_vlm.images.pixels import cut_tiles, native_grid, native_item, tile_pixels
 from forge_vlm.images.processing import Native, Processing
 from forge_vlm.images.tiling import Tiling
+
+if TYPE_CHECKING:
+    from forge_vlm.data.processor_inputs import ProcessorInputs
 
 
 @runtime_checkable
@@ -145,12 +148,14 @@ def inputs_of(
     return ImageInputs(placeholder, per_image, Processing(size=size, mean=half, std=half), 3, tiling)
 
 
-def identity_of_inputs(inputs: ImageInputs) -> str:
+def identity_of_inputs(inputs: "ImageInputs | ProcessorInputs") -> str:
     """Returns text that is equal if tokens and tiles are equal. Pixel statistics are left out: stored data does not depend on
     them.
 
     The text contains the `repr` of these classes and is hashed into names of stores: names of classes and fields must not change.
     """
+    if not isinstance(inputs, ImageInputs):
+        return inputs.identity
     processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
     native = "" if inputs.native is None else f"/{inputs.native}"
     timed = "/timed" if inputs.timed else ""

@@ -6,7 +6,7 @@ before any image is decoded.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from forge_data.storage.workspace import Partial, locked
 from forge_data.tokenizers.control import identity_of
 from forge_vlm.data.documents import MARKER, BrokenRecord, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity_of_inputs
+from forge_vlm.data.processor_inputs import Made, ProcessorInputs
 from forge_vlm.data.store import FACTS, NO_TIME, TOKENS, VERSION, IllustratedStore, ImageStoreFacts, files_of
 from forge_vlm.images.pixels import ImageError, decode
 
@@ -57,7 +58,7 @@ class Preparation:
 
     fields: Fields
     chat: Chat
-    inputs: ImageInputs
+    inputs: "ImageInputs | ProcessorInputs"
     split: str = "all"
     held_out: float = 0.05
     skip: int = 0
@@ -132,7 +133,7 @@ class Encoded:
 def encode(
     parts: "list[Words | Picture]",
     tokenizer: Tokenizer,
-    inputs: ImageInputs,
+    inputs: "ImageInputs | ProcessorInputs",
     fetch: Callable[[str], bytes] | None,
     bare: bool = True,
     closed: bool = True,
@@ -154,12 +155,11 @@ def encode(
         BrokenRecord: an image cannot be decoded or is too elongated, or the text contains the placeholder.
         DataError: an image is missing.
     """
+    if isinstance(inputs, ProcessorInputs):
+        return _encode_with_processor(parts, tokenizer, inputs, fetch, bare, closed)
     pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
     ids, learned, before = _text_of(parts, tokenizer, inputs.placeholder)
-    prefix, suffix = (tokenizer.prefix, tokenizer.suffix) if bare else ((), ())
-    ended = not bare and bool(len(ids)) and ids[-1] == tokenizer.eos and len(ids) not in before
-    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])] if closed else []
-    last = next((part.learned for part in reversed(parts) if isinstance(part, Words)), False)
+    prefix, closing, last = _ends(parts, ids, tokenizer, bare, closed, len(ids) in before)
     sizes = [sum(counts) for _, _, counts in pictures]
     # An image that stands before id n of the text starts after n ids and the placeholders of earlier images.
     starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)
@@ -174,6 +174,58 @@ def encode(
         [digest for _, digest, _ in pictures],
         [len(counts) for _, _, counts in pictures],
         [NO_TIME if part.seconds is None else part.seconds for part in parts if isinstance(part, Picture)],
+    )
+
+
+def _ends(
+    parts: "Sequence[Words | Picture]", ids: np.ndarray, tokenizer: Tokenizer, bare: bool, closed: bool, open_end: bool
+) -> tuple[Sequence[int], list[int], bool]:
+    """Returns the ids in front of the text of a document and behind it, and whether those behind it are learned.
+
+    Args:
+        parts: parts of the document.
+        ids: ids of the text.
+        tokenizer: encodes the text.
+        bare, closed: see `encode`.
+        open_end: whether the document ends with an image.
+    """
+    prefix, suffix = (tokenizer.prefix, tokenizer.suffix) if bare else ((), ())
+    ended = not bare and bool(len(ids)) and ids[-1] == tokenizer.eos and not open_end
+    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])] if closed else []
+    return prefix, closing, next((part.learned for part in reversed(parts) if isinstance(part, Words)), False)
+
+
+def _encode_with_processor(
+    parts: "list[Words | Picture]",
+    tokenizer: Tokenizer,
+    inputs: ProcessorInputs,
+    fetch: Callable[[str], bytes] | None,
+    bare: bool,
+    closed: bool,
+) -> Encoded:
+    """See `encode`: the processor of a class of transformers writes the placeholders."""
+    digests: list[int] = []
+
+    def made(part: Picture) -> Made:
+        assert fetch is not None
+        content = fetch(part.reference)
+        digests.append(xxhash.xxh3_64_intdigest(content))
+        try:
+            return inputs.made(decode(content, inputs.channels, part.reference))
+        except ImageError as error:
+            raise BrokenRecord(str(error)) from error
+
+    ids, learned, starts = inputs.encode(parts, tokenizer, None if fetch is None else made)
+    prefix, closing, last = _ends(parts, ids, tokenizer, bare, closed, isinstance(parts[-1], Picture) if parts else False)
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    return Encoded(
+        np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(closing, dtype=np.int64)]),
+        np.concatenate([np.zeros(len(prefix), dtype=bool), learned, np.full(len(closing), last)]),
+        [len(prefix) + start for own in starts for start in own],
+        [part.reference for part in pictures],
+        digests if fetch is not None else [0] * len(pictures),
+        [len(own) for own in starts],
+        [NO_TIME] * len(pictures),
     )
 
 

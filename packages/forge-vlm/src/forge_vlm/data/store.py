@@ -28,6 +28,7 @@ from forge_core.errors import DataError
 from forge_data.sources.store import StoreSource
 from forge_data.storage.checksums import Checksum
 from forge_vlm.data.inputs import ImageInputs
+from forge_vlm.data.processor_inputs import ProcessorInputs
 from forge_vlm.images.pixels import decode
 
 VERSION = 1
@@ -89,7 +90,7 @@ class IllustratedStore:
     def __init__(
         self,
         path: Path,
-        inputs: ImageInputs,
+        inputs: "ImageInputs | ProcessorInputs",
         fetch: Callable[[str], bytes],
         tokenizer: str | None,
         vocab_size: int,

@@ -121,7 +121,7 @@ class ImageTextModel(CausalLM):
         self,
         x: Tensor,
         *,
-        positions: Tensor | None = None,  # noqa: ARG002 (of one document, as the class counts them, or in rows and columns)
+        positions: Tensor | None = None,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         objective: Objective | None = None,
@@ -203,7 +203,7 @@ class ImageTextModel(CausalLM):
         roles: dict[str, set[str]] = {}
         for name in specs.tensors:
             inside = encoder is not None and name.startswith(encoder)
-            outside = name.startswith(decoder) or name.startswith(f"{self.anatomy.head}.")
+            outside = name.startswith((decoder, f"{self.anatomy.head}."))
             roles.setdefault("encoder" if inside else "decoder" if outside else "adapter", set()).add(name)
         return replace(specs, roles={role: frozenset(names) for role, names in roles.items()})
 
@@ -212,7 +212,9 @@ class ImageTextModel(CausalLM):
         return (), ()
 
     def with_extras(self, batch: Batch) -> Batch:
-        """Returns the batch with images that are a function of each row, for checks: no image, one or two."""
+        """Returns the batch with images that are a function of each row, for checks: no image, one or two. Each row becomes one
+        document, because a class does not keep several apart."""
+        batch = replace(batch, positions=None, documents=None, document_starts=None)
         tokens, labels = batch.tokens.clone(), batch.labels.clone()
         tokens[tokens == self.images.token] = (self.images.token + 1) % 7
         items: list[Tensor] = []
@@ -272,7 +274,9 @@ def _blocks(module: Any) -> tuple[str, ...]:
                 found[text] = (size, path, len(part))
     if True not in found:
         raise Unsupported(f"the text model of {type(module).__name__} has no list of blocks")
-    return tuple(f"{path}.{index}" for text in (False, True) if text in found for _, path, n in [found[text]] for index in range(n))
+    return tuple(
+        f"{path}.{index}" for text in (False, True) if text in found for _, path, n in [found[text]] for index in range(n)
+    )
 
 
 def _stem(module: Any, blocks: str) -> str:
@@ -289,9 +293,7 @@ def _stem(module: Any, blocks: str) -> str:
 @contextmanager
 def _on_meta(module: nn.Module) -> Iterator[None]:
     """Context in which constants are on the meta device, as parameters are."""
-    kept = [
-        (part, name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, Tensor)
-    ]
+    kept = [(part, name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, Tensor)]
     for part, name, value in kept:
         part.__dict__[name] = value.to("meta")
     try:
