@@ -64,7 +64,8 @@ def folder_of(path: Path, kind: str) -> Path:
     processor = processor_of(kind)
     token = processor.tokenizer.convert_tokens_to_ids(PLACEHOLDER[kind])
     values = json.loads(walk.small(kind))
-    size = {"vocab_size": 288, "eos_token_id": 257, "pad_token_id": 257, "bos_token_id": None}
+    # A window of the whole row, so that an answer sees the image.
+    size = {"vocab_size": 288, "sliding_window": 256, "eos_token_id": 257, "pad_token_id": 257}
     values |= {"image_token_id": token, "image_token_index": token, "text_config": {**values["text_config"], **size}}
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind].from_dict(values)).save_pretrained(path)
@@ -79,7 +80,9 @@ def records_of(folder: Path, count: int = 12) -> Path:
     for number in range(count):
         names = [f"{number}-{index}.png" for index in range((1, 2, 0)[number % 3])]
         for index, name in enumerate(names):
-            Image.new("RGB", (8 + 4 * (number % 3), 8 + 3 * index), (20 * number % 255, 90, 200 - 10 * number)).save(folder / name)
+            Image.new("RGB", (8 + 4 * (number % 3), 8 + 3 * index), (20 * number % 255, 90, 200 - 10 * number)).save(
+                folder / name
+            )
         asked = "".join(f"<image>{'ab'[index]}" for index in range(len(names))) + "which?"
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": f"number {number % 4}"}]
         rows.append({"messages": turns, "image": names})
@@ -130,6 +133,9 @@ warmup = 0
 
 [checkpoint]
 every = 100
+
+[[hooks]]
+name = "save"
 {more}
 """
     )

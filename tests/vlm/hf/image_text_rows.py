@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python -m vlm.hf.image_text_rows
 
-What is in no row is refused for `[model] name = "transformers_image_text"`: every axis but data parallelism, and float8.
+What is in no row is refused for `[model] name = "transformers_image_text"`: every axis but data parallelism,
+float8, and compilation.
 """
 
 import json
@@ -17,8 +18,6 @@ OFFERED = (
     "dp_shard dp_replicate accumulate recompute recompute_full label_smoothing",
     "dp_shard dp_replicate accumulate keep_gathered muon frozen",
     "dp_shard bf16 accumulate bf16_state",
-    "dp_shard compile accumulate",
-    "bf16 compile accumulate recompute",
     "dp_shard accumulate recompute adamw8bit",
 )
 FAST = OFFERED[:1]

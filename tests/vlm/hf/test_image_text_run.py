@@ -9,8 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from forge_core.registry import Registry
-from forge_train.recipe.load import load_recipe
 from harness.pool import World
 from models.hf.test_commands import run
 from models.hf.test_from_hf import trained
@@ -26,7 +24,7 @@ def made(tmp_path: Path, kind: str, more: str = "") -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("kind", ["llava", "idefics3", "gemma3"])
 def test_a_batch_has_the_tokens_and_pixels_of_the_processor(kind: str, tmp_path: Path) -> None:
-    recipe, folder = made(tmp_path, kind)
+    recipe, _ = made(tmp_path, kind)
     training, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.global_batch=12"])
     batches, _ = next(training.data.from_cursor(training.data.start()))
     processor = processor_of(kind)
