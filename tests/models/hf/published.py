@@ -48,6 +48,12 @@ TINY: dict[str, Any] = {
     "v_head_dim": 7,
     "n_group": 4,
     "topk_group": 2,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_ctx": 64,
+    "n_positions": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -62,7 +68,7 @@ NAMES = ("_name_or_path", "transformers_version", "torch_dtype", "initializer_ra
 def tiny(values: dict[str, Any]) -> dict[str, Any]:
     """The same configuration, smaller; key and value heads are as many, half as many or one, as they were."""
     small = {key: TINY[key] if key in TINY and value not in (None, 1) else value for key, value in values.items()}
-    heads, kv_heads = values["num_attention_heads"], values.get("num_key_value_heads")
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if kv_heads is not None:
         small["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     for listed in {"layer_types", "no_rope_layers"} & set(small):

@@ -25,7 +25,7 @@ from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
 from forge_models.shape import Losses
 from harness.closeness import assert_no_farther, below, wide
-from models.hf.zoo import CASES, SIZES, exact_logits, random_model, saved, tokens
+from models.hf.zoo import CASES, exact_logits, random_model, saved, sizes_of, tokens
 
 
 def module_of(weights: Weights) -> torch.nn.Module:
@@ -179,6 +179,18 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("minimax_m2", "shared_intermediate_size", 16),
         ("minimax_m2", "sliding_window", 6),
         ("minimax_m2", "router_jitter_noise", 0.1),
+        ("gpt2", "activation_function", "swish"),
+        ("gpt2", "activation_function", ["gelu_new"]),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "n_ctx", 32),
+        ("gpt2", "n_inner", -1),
+        ("gpt2", "n_positions", 0),
+        ("gpt2", "layer_norm_epsilon", None),
+        ("gpt2", "embd_pdrop", 0.3),
+        ("gpt2", "rope_theta", 10000.0),
+        ("gpt2", "num_key_value_heads", 2),
+        ("gpt2", "hidden_size", 64),
         ("olmo_hybrid", "layer_types", ["full_attention", "linear_attention"] * 2),
         ("olmo_hybrid", "layer_types", ["linear_attention"] * 5),
         ("olmo_hybrid", "layer_types", ["sliding_attention", "full_attention"] * 2 + ["full_attention"]),
@@ -205,7 +217,7 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
 def test_a_key_that_is_not_implemented_is_refused_by_name(kind: str, key: str, value: Any) -> None:
     _, keys = CASES[kind]
     with pytest.raises(ConfigError) as refusal:
-        decoder_of(FAMILIES[kind], SIZES | keys | {key: value}, "here")
+        decoder_of(FAMILIES[kind], sizes_of(kind) | keys | {key: value}, "here")
     assert [fault.key for fault in refusal.value.faults] == [key]
 
 

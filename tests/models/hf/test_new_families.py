@@ -154,6 +154,41 @@ def test_adapters_between_the_rows_of_others_are_refused() -> None:
         places_of(model, "gpt_neox")
 
 
+def test_published_files_of_gpt2_have_shorter_names_and_masks(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from models.hf.zoo import GPT2_SIZES
+
+    values = GPT2_SIZES | {"model_type": "gpt2"}
+    plain = Folder(folder_of(spread(reference(values)), values, tmp_path / "plain"))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    short = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(4)}
+    masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(4)}
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(values | {"architectures": ["GPT2LMHeadModel"]}))
+    save_file(short | masks, tmp_path / "published" / "model.safetensors")
+    published = Folder(tmp_path / "published")
+    before, after = plain.read(list(plain.tensors)), published.read(list(published.tensors))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    save_file(short | {"h.0.attn.other": torch.ones(1)}, tmp_path / "published" / "model.safetensors")
+    with pytest.raises(Unsupported, match=r"transformer\.h\.0\.attn\.other: unexpected"):
+        Folder(tmp_path / "published")
+
+
+def test_boxes_of_the_matrices_of_gpt2_equal_the_whole(tmp_path: Path) -> None:
+    """q, k and v are columns of one matrix with inputs before outputs; a rank reads its own part."""
+    from models.hf.zoo import GPT2_SIZES
+
+    values = GPT2_SIZES | {"model_type": "gpt2"}
+    folder = Folder(folder_of(spread(reference(values)), values, tmp_path))
+    for part in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        for slot, offset, extent in (("weight", (3, 2), (9, 11)), ("bias", (5,), (8,))):
+            name = f"blocks.1.{part}.{slot}"
+            box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+            assert torch.equal(folder.box(name, offset, extent), folder.read([name])[name][box]), name
+
+
 OLMO_HYBRID: dict[str, Any] = SIZES | {"model_type": "olmo_hybrid", "rope_theta": None}
 
 

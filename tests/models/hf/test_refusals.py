@@ -171,6 +171,8 @@ def test_defaults_are_those_of_transformers() -> None:
             if key == "no_rope_layers" or (key.startswith("linear_") and value is None):
                 continue  # transformers computes it from the interval, or from the sizes of the model
             assert getattr(config, key, None) in (value, resolved.get(key, value)), (family.model_type, key)
+        if not hasattr(config, "rope_parameters"):
+            continue  # without rotary positions
         theta = config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]
         without = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "rope_parameters"}
         assert decoder_of(family, without, family.model_type).rope.theta == theta

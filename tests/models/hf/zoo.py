@@ -24,6 +24,24 @@ SIZES = {
     "pad_token_id": 0,
 }
 
+GPT2_SIZES = {
+    "vocab_size": 97,
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The keys of a tiny model that are the same in all cases of a family."""
+    return dict(GPT2_SIZES if kind == "gpt2" else SIZES)
+
+
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -196,6 +214,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-3}
         | {"rotary_pct": 0.5, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     ),
+    "gpt2": ("gpt2", {}),
+    "gpt2-exact-unscaled-untied": (
+        "gpt2",
+        {"activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}
+        | {"n_inner": None, "n_positions": 48},
+    ),
     "olmo": ("olmo", {"rope_theta": 700.0}),
     "olmo-biases-tied-linear": (
         "olmo",
@@ -224,7 +248,7 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
     """A model of transformers whose weights are spread, so that every part of it shows in the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **deepcopy(SIZES | keys))  # it writes into tables
+    config = AutoConfig.for_model(kind, **deepcopy(sizes_of(kind) | keys))  # it writes into tables
     config._attn_implementation = config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():

@@ -77,6 +77,7 @@ def test_the_initial_loss_is_near_ln_v_and_not_equal_to_it(tied: bool) -> None:
 
 DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
+    "learned positions": replace(DECODER, learned_positions=True, attention=GQA(nope_every=1)),
     "norms without parameters": replace(DECODER, norm=LayerNormConfig(weight=False, bias=False)),
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
     "parallel residual": replace(DECODER, parallel_residual=True, norm=LayerNormConfig(), mlp=GELU(exact=True, bias=True)),

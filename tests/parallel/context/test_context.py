@@ -81,6 +81,7 @@ LATENT = MLA(q_lora_rank=6, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_di
 ATTENTIONS = {
     "windows": decoder(attention=GQA(window=6, global_every=2)),
     "mla": decoder(kv_heads=4, attention=LATENT),
+    "learned positions": decoder(learned_positions=True, attention=GQA(nope_every=1)),
     "sinks": decoder(attention=GQA(sinks=True, window=6, global_every=2)),
 }
 FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"), ("sinks", "ring"))

@@ -17,6 +17,7 @@ from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
 from forge_models.blocks.lora import adapter_names
 from forge_models.blocks.moe.layer import observe_all
+from forge_models.blocks.positions import LearnedPositions
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.inner_values import scope, tap
 from forge_models.shape import DecoderShape
@@ -41,8 +42,8 @@ class Decoder(nn.Module):
     A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
     that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
 
-    `embed`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own names): a pipeline part is
-    this module without the rest. The first part takes tokens, later ones hidden states.
+    `embed`, `positions`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own names): a
+    pipeline part is this module without the rest. The first part takes tokens, later ones hidden states.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset()
@@ -61,6 +62,9 @@ class Decoder(nn.Module):
         if shape.tied_embeddings:
             head.weight = embed.weight  # type: ignore[assignment]
         self.embed: Embedding | None = embed
+        self.positions: LearnedPositions | None = None
+        if shape.learned_positions:
+            self.positions = LearnedPositions(shape.max_length, shape.dim, shape.init_std)
         self.blocks = nn.ModuleDict({str(layer): block(shape, layer) for layer in range(shape.layers)})
         self.norm: nn.Module | None = norm.build(shape.dim)
         self.head: Head | None = head
@@ -157,6 +161,8 @@ class Decoder(nn.Module):
             with scope("", self):
                 tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
         x, shared = self.enter(x, tokens, documents, extras, cache)
+        if self.positions is not None:
+            x = self.positions(x, positions if positions.dim() == 2 else positions.unsqueeze(0))
         seen = documents
         if documents is None and token_mask is not None and not self.shape.causal:
             seen = token_mask.int() - 1  # tokens must not see the padding behind them
@@ -390,7 +396,7 @@ class Decoder(nn.Module):
             blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
             units=shape.units,
             ties=dict.fromkeys(copies, TABLE),
-            entry=("embed",) if self.embed is not None else (),
+            entry=tuple(name for name in ("embed", "positions") if self._has(name)),
             exit=tuple(name for name in ("norm", "head", "mtp") if self._has(name)),
             whole_rows=shape.whole_rows,
             whole_stream=shape.whole_stream,

@@ -37,7 +37,7 @@ class Counts:
     """Counts of one decoder.
 
     Attributes:
-        embedding: weights of the token table (also the head's when tied).
+        embedding: weights of the token table (also the head's when tied), and of learned positions.
         attention: weights of all attention projections and their norms.
         mlp: weights of all feed-forward layers, including all experts and routers.
         norms: weights of the norms of blocks and of the final norm.
@@ -186,7 +186,7 @@ def _part(name: str) -> str:
     first, *rest = name.split(".")
     if first == "blocks" and rest[1] in ("attention", "mlp"):
         return rest[1]
-    return {"embed": "embedding", "head": "head", "mtp": "mtp"}.get(first, "norms")
+    return {"embed": "embedding", "positions": "embedding", "head": "head", "mtp": "mtp"}.get(first, "norms")
 
 
 def _matrix_products(shape: DecoderShape) -> Counter[str]:

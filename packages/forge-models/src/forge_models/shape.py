@@ -241,6 +241,7 @@ class DecoderShape:
     max_length: int
     rope: Rope
     tied_embeddings: bool
+    learned_positions: bool
     soft_cap: float | None
     norm_placement: NormPlacement
     parallel_residual: bool
@@ -389,4 +390,5 @@ class DecoderShape:
         if moe is not None:
             feed_forward += wide * moe.ffn_dim * (moe.experts + moe.shared) * sparse
         tables = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        tables += self.max_length * self.dim if self.learned_positions else 0
         return tables + layers * each + feed_forward

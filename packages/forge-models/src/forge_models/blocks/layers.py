@@ -45,12 +45,16 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in torch
         """(...) int64 -> (..., embed)."""
-        table = self.weight
-        return _Rows.apply(table, input) if table.device.type == "cpu" and table.itemsize < 4 else F.embedding(input, table)
+        return look_up(self.weight, input)
 
     def reset_parameters(self) -> None:
         """Fills with NaN; costs nothing on the meta device."""
         nn.init.constant_(self.weight, nan)
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """Returns the rows of `table` (n, embed) at `index` (...) int64, (..., embed)."""
+    return _Rows.apply(table, index) if table.device.type == "cpu" and table.itemsize < 4 else F.embedding(index, table)
 
 
 class _Rows(torch.autograd.Function):

@@ -80,6 +80,9 @@ class DecoderConfig(Component):
     """Rotary positions."""
     tied_embeddings: Annotated[bool, Feature("tied", when=True, plane="model")] = False
     """Whether the head shares the embedding table."""
+    learned_positions: bool = False
+    """Whether a learned vector of each position in a document, of which there are `max_length`, is added to the embedded token
+    (GPT-2). Attention has rotary positions as well, unless `attention.nope_every` is 1."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
     norm_placement: NormPlacement = "pre"
@@ -123,6 +126,7 @@ class DecoderConfig(Component):
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
             replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
             replace(small, parallel_residual=True),
+            replace(small, learned_positions=True, attention=GQA(nope_every=1)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
         )
@@ -204,6 +208,7 @@ class DecoderConfig(Component):
             max_length=self.max_length,
             rope=self.rope,
             tied_embeddings=self.tied_embeddings,
+            learned_positions=self.learned_positions,
             soft_cap=self.soft_cap,
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,

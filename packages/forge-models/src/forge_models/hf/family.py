@@ -30,6 +30,8 @@ class Family(ABC):
         matrices: our matrix -> its name in a part of a layer, if they differ.
         joint: matrix of a checkpoint that has q, k and v of each head in turn; None: there is none.
         fused: matrix of a checkpoint -> our matrices that it concatenates.
+        turned: whether the matrices of blocks have inputs before outputs.
+        derived: ends of the names of further buffers that are computed from the configuration and not read.
         experts: names of experts; None: the family has none.
         recurrent: name of the recurrent layers in a layer; None: the family has none.
         recurrent_places: places of the parameters of a recurrent layer; see `forge_models.hf.recurrent`.
@@ -55,6 +57,8 @@ class Family(ABC):
     matrices: ClassVar[Mapping[str, str]] = MappingProxyType({})
     joint: ClassVar[str | None] = None
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    turned: ClassVar[bool] = False
+    derived: ClassVar[tuple[str, ...]] = ()
     experts: ClassVar[ExpertNames | None] = None
     recurrent: ClassVar[str | None] = None
     recurrent_places: ClassVar[Callable[..., Any]] = staticmethod(fused_places)
@@ -106,9 +110,9 @@ def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
 
 def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
-    fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement", "parallel_residual")
+    fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
+    fields += ("parallel_residual", "embed_multiplier", "residual_multiplier", "logit_multiplier")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
-    result |= {name: getattr(decoder, name) for name in ("embed_multiplier", "residual_multiplier", "logit_multiplier")}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         result["max_length"] = decoder.max_length

@@ -145,8 +145,8 @@ def _shapes(model: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int
 
 
 def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> TensorPlace:
-    if name in OUTSIDE:
-        return TensorPlace(shape, (family.outside.get(name, OUTSIDE[name]),))
+    if (theirs := {**OUTSIDE, **family.outside}.get(name)) is not None:
+        return TensorPlace(shape, (theirs,))
     blocks, layer, part, rest = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
@@ -187,7 +187,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     if part == "attention" and isinstance(attention, MLA):
         rows = latent_rows(attention, decoder.heads, inner)
         rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
-    return TensorPlace(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+    turned = family.turned and len(shape) == 2
+    return TensorPlace(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows, turned=turned)
 
 
 def _of_each_head(decoder: DecoderConfig, place: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from forge_models.hf.families.deepseek import DeepseekV3
 from forge_models.hf.families.gemma import Gemma2, Gemma3
 from forge_models.hf.families.glm import Glm4Moe
+from forge_models.hf.families.gpt2 import GPT2
 from forge_models.hf.families.gpt_neox import GPTNeoX
 from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
@@ -35,6 +36,7 @@ DENSE = (
     GPTNeoX(),
     OlmoHybrid(),
     Qwen35(),
+    GPT2(),
 )
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2(), Qwen35Moe())
 
