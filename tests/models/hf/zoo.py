@@ -220,6 +220,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}
         | {"n_inner": None, "n_positions": 48},
     ),
+    "cohere": ("cohere", {"logit_scale": 0.3, "rope_theta": 700.0}),
+    "cohere-biases-untied-wide-linear": (
+        "cohere",
+        {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 12, "layer_norm_eps": 1e-3, "logit_scale": 2.5}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 6, "num_hidden_layers": 5, "logit_scale": 0.3, "rope_theta": 700.0}),
+    "cohere2-listed-biases-untied-yarn": (
+        "cohere2",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+        | {"attention_bias": True, "tie_word_embeddings": False, "layer_norm_eps": 1e-3, "rope_scaling": YARN},
+    ),
+    "cohere2-full": ("cohere2", {"layer_types": ["full_attention"] * 4}),
+    "cohere2-local": ("cohere2", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6}),
     "olmo": ("olmo", {"rope_theta": 700.0}),
     "olmo-biases-tied-linear": (
         "olmo",

@@ -245,6 +245,7 @@ class DecoderShape:
     soft_cap: float | None
     norm_placement: NormPlacement
     parallel_residual: bool
+    shared_norm: bool
     embed_multiplier: float
     residual_multiplier: float
     logit_multiplier: float

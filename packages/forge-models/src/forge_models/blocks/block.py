@@ -33,8 +33,8 @@ class Block(nn.Module):
     """x + after(attention(before(x))), then the same with the feed-forward layer.
 
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
-    second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward. A
-    `sparse` block has experts instead of the feed-forward layer.
+    second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
+    With a `shared_norm` too, both parts read what one norm makes. A `sparse` block has experts instead of the feed-forward layer.
     """
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
@@ -47,10 +47,11 @@ class Block(nn.Module):
         before, after = placement != "post", placement != "pre"
         self.multiplier = shape.residual_multiplier
         self.parallel = shape.parallel_residual
+        self.shares_norm = shape.shared_norm
         self.attention_norm: nn.Module | None = norm.build(shape.dim) if before else None
         self.attention: nn.Module = attention.build(context)
         self.attention_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
-        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before else None
+        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and not shape.shared_norm else None
         moe = shape.moe if shape.has_experts(layer) else None
         self.sparse = moe is not None
         self.indexed: bool = getattr(self.attention, "observes", False)
@@ -79,7 +80,8 @@ class Block(nn.Module):
             tokens: (B, T) token ids, for routers that need them; used by sparse blocks only.
         """
         x = tap("residual", x)
-        arguments = (_normed(x, self.attention_norm), rotation, attention_mask, cache)
+        normed = _normed(x, self.attention_norm)
+        arguments = (normed, rotation, attention_mask, cache)
         seen: tuple[Tensor | None, ...] = ()
         if self.indexed:
             inner, *seen = self.attention(*arguments, token_mask)
@@ -88,7 +90,7 @@ class Block(nn.Module):
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.parallel:
-            inner, x = _normed(x, self.mlp_norm), x + added
+            inner, x = normed if self.shares_norm else _normed(x, self.mlp_norm), x + added
         else:
             x = tap("residual_mid", x + added)
             inner = _normed(x, self.mlp_norm)

@@ -90,6 +90,9 @@ class DecoderConfig(Component):
     parallel_residual: bool = False
     """Whether attention and feed-forward layer of a block both read the stream that enters it, and are added together
     (GPT-J, GPT-NeoX); otherwise the feed-forward layer reads the stream after attention."""
+    shared_norm: bool = False
+    """Whether the feed-forward layer reads what the norm before attention makes, so that a block with `parallel_residual` has one
+    norm before its parts instead of two (GPT-J, Cohere)."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -126,6 +129,7 @@ class DecoderConfig(Component):
             replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
             replace(small, moe=MoEConfig(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
             replace(small, parallel_residual=True),
+            replace(small, parallel_residual=True, shared_norm=True),
             replace(small, learned_positions=True, attention=GQA(nope_every=1)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
@@ -143,6 +147,7 @@ class DecoderConfig(Component):
         if shape.head_dim % 2:
             source = "head_dim" if self.head_dim is not None else f"dim {self.dim} / heads {self.heads} = head_dim"
             raise ValueError(f"{source} {shape.head_dim} must be even, because rotary positions rotate pairs")
+        self._check_norms(shape)
         for part in (shape.attention, shape.mlp):
             check: Any = getattr(part, "check", None)
             if check is not None:
@@ -156,6 +161,14 @@ class DecoderConfig(Component):
             self._check_experts(shape.moe, shape.mlp)
         if self.lora is not None:
             self._check_lora(self.lora, shape)
+
+    def _check_norms(self, shape: DecoderShape) -> None:
+        if not self.shared_norm:
+            return
+        if not self.parallel_residual:
+            raise ValueError("shared_norm needs parallel_residual = true, where both parts of a block read the same stream")
+        if any(shape.norm_placement_at(layer) == "post" for layer in range(self.layers)):
+            raise ValueError("shared_norm needs norms before the parts of a block; set norm_placement = 'pre' or 'sandwich'")
 
     def _check_lora(self, lora: LoRAConfig, shape: DecoderShape) -> None:
         if self.mtp is not None:
@@ -212,6 +225,7 @@ class DecoderConfig(Component):
             soft_cap=self.soft_cap,
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,
+            shared_norm=self.shared_norm,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,

@@ -31,6 +31,7 @@ class Family(ABC):
         joint: matrix of a checkpoint that has q, k and v of each head in turn; None: there is none.
         fused: matrix of a checkpoint -> our matrices that it concatenates.
         turned: whether the matrices of blocks have inputs before outputs.
+        neighbors: whether q and k rotate neighboring dimensions, (0, 1), (2, 3), ..., so that their rows have another order.
         derived: ends of the names of further buffers that are computed from the configuration and not read.
         experts: names of experts; None: the family has none.
         recurrent: name of the recurrent layers in a layer; None: the family has none.
@@ -58,6 +59,7 @@ class Family(ABC):
     joint: ClassVar[str | None] = None
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     turned: ClassVar[bool] = False
+    neighbors: ClassVar[bool] = False
     derived: ClassVar[tuple[str, ...]] = ()
     experts: ClassVar[ExpertNames | None] = None
     recurrent: ClassVar[str | None] = None
@@ -111,7 +113,7 @@ def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
 def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
-    fields += ("parallel_residual", "embed_multiplier", "residual_multiplier", "logit_multiplier")
+    fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":

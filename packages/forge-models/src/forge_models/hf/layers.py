@@ -1,8 +1,8 @@
 """Layers in a `config.json`: windows of attention, multi-head latent attention, and experts.
 
-DeepSeek rotates neighboring dimensions (0, 1), (2, 3), ...; Forge rotates dimension i with i + width / 2. The rows of rotated
-dimensions therefore have a different order: Forge has the even rows of the checkpoint, then its odd rows, in the queries of every
-head and in the shared key.
+DeepSeek and Cohere rotate neighboring dimensions (0, 1), (2, 3), ...; Forge rotates dimension i with i + width / 2. The rows of
+rotated dimensions therefore have a different order: Forge has the even rows of the checkpoint, then its odd rows, in the queries
+and keys of every head, or in the key that all heads share.
 
 A checkpoint has one tensor per expert, while Forge stacks experts; `ExpertNames` has the names of both.
 """
@@ -130,6 +130,12 @@ def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
         rank = attention.kv_lora_rank
         return (*range(rank), *(rank + row for row in halves))
     return ()
+
+
+def rotated_rows(width: int, heads: int) -> tuple[int, ...]:
+    """Returns for each row of Forge's q or k its row in a checkpoint whose heads of `width` rotate neighboring dimensions."""
+    head = [*range(0, width, 2), *range(1, width, 2)]
+    return tuple(start * width + row for start in range(heads) for row in head)
 
 
 TOP_K = "num_experts_per_tok"

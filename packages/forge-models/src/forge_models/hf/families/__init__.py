@@ -2,6 +2,7 @@
 
 from types import MappingProxyType
 
+from forge_models.hf.families.cohere import Cohere, Cohere2
 from forge_models.hf.families.deepseek import DeepseekV3
 from forge_models.hf.families.gemma import Gemma2, Gemma3
 from forge_models.hf.families.glm import Glm4Moe
@@ -37,6 +38,8 @@ DENSE = (
     OlmoHybrid(),
     Qwen35(),
     GPT2(),
+    Cohere(),
+    Cohere2(),
 )
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2(), Qwen35Moe())
 
