@@ -243,3 +243,25 @@ def test_olmo_hybrid_with_a_null_table_is_refused() -> None:
     values = {key: value for key, value in OLMO_HYBRID.items() if key != "rope_theta"} | {"rope_parameters": None}
     with pytest.raises(ConfigError, match="rope_parameters: null means no rotary positions to its authors"):
         decoder_of(FAMILIES["olmo_hybrid"], values, "here")
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("llama_4_scaling_beta", None), ("llama_4_scaling_beta", -0.1), ("llama_4_scaling_beta", "0.1")]
+    + [("original_max_position_embeddings", None), ("original_max_position_embeddings", 16.0), ("unknown", 1)],
+)
+def test_entries_of_the_table_of_ministral3_are_checked(entry: str, value: Any) -> None:
+    table = YARN | {"llama_4_scaling_beta": 0.1, "rope_theta": 700.0, entry: value}
+    with pytest.raises(ConfigError, match=f"rope_parameters.{entry}"):
+        decoder_of(FAMILIES["ministral3"], SIZES | {"rope_parameters": table}, "here")
+
+
+def test_ministral3_without_a_table_of_angles_has_that_of_the_reference() -> None:
+    from transformers import AutoConfig
+
+    table = AutoConfig.for_model("ministral3", **SIZES).rope_parameters
+    family = FAMILIES["ministral3"]
+    without, given = (decoder_of(family, SIZES | more, "here") for more in ({}, {"rope_parameters": table}))
+    assert meaning_of(without) == meaning_of(given)
+    assert without.shape.attention.temperature == 0.1  # type: ignore[attr-defined]
+    assert any("attention" in fault for fault in misfits(FAMILIES["mistral"], without))

@@ -131,6 +131,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma2-untied": ("gemma2", GEMMA | {"tie_word_embeddings": False, "attn_logit_softcapping": None}),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 700.0, "llama_4_scaling_beta": 0.7, "mscale": 1.0}},
+    ),
+    "ministral3-window-tied-plain": (
+        "ministral3",
+        {"head_dim": 12, "sliding_window": 6, "tie_word_embeddings": True, "rope_theta": 700.0}
+        | {"rope_scaling": {"rope_type": "default", "original_max_position_embeddings": 5, "llama_4_scaling_beta": 1.3}},
+    ),
+    "ministral3-without-factor": (
+        "ministral3",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.0, "rope_theta": 700.0}},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
     "mixtral-full": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),

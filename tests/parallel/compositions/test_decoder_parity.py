@@ -82,6 +82,7 @@ DECODERS = {
     "gated output": replace(DECODER, attention=GQA(output_gate=True, qk_norm="head"), norm=RMSNormConfig(offset=1)),
     "parallel residual": replace(DECODER, parallel_residual=True, norm=LayerNormConfig(), mlp=GELU(exact=True, bias=True)),
     "one norm": replace(DECODER, parallel_residual=True, shared_norm=True, norm=LayerNormConfig(bias=False)),
+    "temperature": replace(DECODER, attention=GQA(temperature=0.7, temperature_length=2)),
     "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
     "experts with biases": replace(
         DECODER,

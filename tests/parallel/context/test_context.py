@@ -82,6 +82,7 @@ ATTENTIONS = {
     "windows": decoder(attention=GQA(window=6, global_every=2)),
     "mla": decoder(kv_heads=4, attention=LATENT),
     "learned positions": decoder(learned_positions=True, attention=GQA(nope_every=1)),
+    "temperature": decoder(attention=GQA(temperature=0.7, temperature_length=2)),
     "sinks": decoder(attention=GQA(sinks=True, window=6, global_every=2)),
 }
 FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"), ("sinks", "ring"))

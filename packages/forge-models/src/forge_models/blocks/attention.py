@@ -23,7 +23,7 @@ from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models import accelerator
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
-from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
+from forge_models.blocks.rope import Rotary, Rotation, Temperature, magnitude, rotate
 from forge_models.flex_limits import takes_flex
 from forge_models.inner_values import tap
 from forge_models.shape import AttentionKernel, BlockContext
@@ -371,7 +371,8 @@ KV_HEADS: tuple[Dim, ...] = ("batch", "sequence", "kv_heads")
 class Attention(nn.Module):
     """softmax(q k^T * scale) v with rotary positions; each key-value head serves heads / kv_heads query heads. With an
     `output_gate`, the output of each head is multiplied with sigmoid(W x) before the output projection. With `sinks`, one learned
-    logit of each head enters the softmax and is dropped.
+    logit of each head enters the softmax and is dropped. With a `temperature`, a factor on queries grows with their
+    position.
 
     Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
     the position embedding of this layer, which is unused if it does not rotate.
@@ -392,6 +393,7 @@ class Attention(nn.Module):
         rotates: bool = True,
         output_gate: bool = False,
         sinks: bool = False,
+        temperature: Temperature | None = None,
         causal: bool = True,
         core: AttentionKernel = "auto",
     ) -> None:
@@ -405,7 +407,8 @@ class Attention(nn.Module):
             core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks, causal=causal
         )
         self.window = window
-        self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
+        rope = context.rope.of_layer(window is not None)
+        self.rotary = Rotary(int(context.head_dim * context.rope.partial), rope, temperature)
         self.scale = scale or 1 / sqrt(context.head_dim)
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
         self.q_proj = Linear(context.dim, 2 * heads if output_gate else heads, qkv_bias)
@@ -449,6 +452,8 @@ class Attention(nn.Module):
         and gate (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
         if self.rotates:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        if rotation.query_factor is not None:
+            q = (q * rotation.query_factor).to(q.dtype)
         q, k = tap("attention.q", q), tap("attention.k", k)
         if cache is not None:
             k, v = cache.update(k, v)

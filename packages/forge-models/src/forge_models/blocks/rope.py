@@ -12,10 +12,23 @@ from forge_models.shape import Rope
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every angle, fp32, (T, width / 2) or (B, 1, T, width / 2); computed once per forward for equal layers."""
+    """cos and sin of every angle, fp32, (T, width / 2) or (B, 1, T, width / 2); computed once per forward for equal layers.
+    `query_factor`, fp32, (T, 1) or (B, 1, T, 1), multiplies the query of every position; None: 1."""
 
     cos: Tensor
     sin: Tensor
+    query_factor: Tensor | None = None
+
+
+class Temperature(NamedTuple):
+    """A factor on queries that grows with their position p: 1 + strength * ln(1 + floor(p / length))."""
+
+    strength: float
+    length: int
+
+    def factor(self, positions: Tensor) -> Tensor:
+        """(...) integer positions -> (...) fp32."""
+        return 1 + self.strength * (positions.to(torch.float32) / self.length).floor().log1p()
 
 
 @dataclass(frozen=True)
@@ -25,10 +38,12 @@ class Rotary:
     Attributes:
         width: number of rotated dimensions, the first ones of each head; even.
         rope: base and scaling.
+        temperature: factor on queries; None: 1.
     """
 
     width: int
     rope: Rope
+    temperature: Temperature | None = None
 
     def __call__(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
         """Returns the rotation of (T,) or (B, T) integer positions, in fp32.
@@ -41,11 +56,13 @@ class Rotary:
         else:
             frequencies = frequencies_of(self.rope, self.width, positions.device)
         angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        query_factor = None if self.temperature is None else self.temperature.factor(positions).unsqueeze(-1)
         if positions.dim() == 2:
             angles = angles.unsqueeze(1)
+            query_factor = None if query_factor is None else query_factor.unsqueeze(1)
         factor = attention_factor(self.rope)
         cos, sin = angles.cos(), angles.sin()
-        return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
+        return Rotation(cos, sin, query_factor) if factor == 1 else Rotation(cos * factor, sin * factor, query_factor)
 
     def _dynamic(self, positions: Tensor, documents: Tensor | None) -> Tensor:
         """Returns frequencies (1 or T, width / 2) or (B, 1 or T, width / 2). If a sequence of length s is longer than the
@@ -116,7 +133,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         turning, still = x.transpose(1, 2).split((width, x.shape[-1] - width), dim=-1)
         turned = rotate(turning.transpose(1, 2), rotation).transpose(1, 2)
         return torch.cat((turned, still), dim=-1).transpose(1, 2)
-    return _plain(x, *rotation) if torch.compiler.is_compiling() else _Rotate.apply(x, *rotation)
+    cos, sin = rotation.cos, rotation.sin
+    return _plain(x, cos, sin) if torch.compiler.is_compiling() else _Rotate.apply(x, cos, sin)
 
 
 def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

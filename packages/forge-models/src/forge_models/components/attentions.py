@@ -55,6 +55,11 @@ class GQA(Component):
     sinks: bool = False
     """Whether one learned logit of each head enters the softmax and is dropped, so that a head can attend to nothing (Xiao et
     al., 2024; gpt-oss). It starts at 0."""
+    temperature: Annotated[float, Gt(0)] | None = None
+    """Multiplies the query at position p of its document with 1 + temperature * ln(1 + floor(p / temperature_length)), so that
+    attention stays sharp over long documents (Nakanishi, 2025; Ministral 3); 1 when absent."""
+    temperature_length: Annotated[int, Gt(0)] | None = None
+    """Number of first positions whose factor is 1; needed by `temperature`."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -65,6 +70,8 @@ class GQA(Component):
             raise ValueError("global_every and global_layers exclude each other; set one")
         if self.window is None and (self.global_every is not None or self.global_layers is not None):
             raise ValueError("global_every and global_layers need a window; without one every layer is global")
+        if (self.temperature is None) != (self.temperature_length is None):
+            raise ValueError("temperature and temperature_length need each other; set both, or neither")
         if not self.causal and self.window is not None:
             raise ValueError("causal = false does not support a window; remove window, or set causal = true")
         if self.core == "varlen" and self.soft_cap is not None:
@@ -88,6 +95,7 @@ class GQA(Component):
             cls(nope_every=1),
             cls(output_gate=True),
             cls(sinks=True, window=3),
+            cls(temperature=0.5, temperature_length=3),
             cls(causal=False),
         )
 
@@ -133,7 +141,9 @@ class GQA(Component):
 
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.attention import Attention
+        from forge_models.blocks.rope import Temperature
 
+        warm = self.temperature is not None and self.temperature_length is not None
         return Attention(
             context,
             qkv_bias=self.qkv_bias,
@@ -145,6 +155,7 @@ class GQA(Component):
             rotates=self.rotates_at(context.layer),
             output_gate=self.output_gate,
             sinks=self.sinks,
+            temperature=Temperature(self.temperature, self.temperature_length) if warm else None,  # type: ignore[arg-type]
             causal=self.causal,
             core=self.core,
         )

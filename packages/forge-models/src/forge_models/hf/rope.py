@@ -147,6 +147,8 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     for name, value in table.items():
         if name in inert or value is None or (name == PARTIAL and same_value(value, 1)):
             continue
+        if name in ("mscale", "mscale_all_dim") and same_value(value, 0):
+            continue  # as if it were absent
         # transformers adds the model's length to every table, but only some scalings use it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):
             if not keys.ignored(f"{where}.{name}"):

@@ -12,7 +12,7 @@ from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.minimax import MiniMaxM2
-from forge_models.hf.families.mistral import Mistral, Mixtral
+from forge_models.hf.families.mistral import Ministral3, Mistral, Mixtral
 from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe, OlmoHybrid
 from forge_models.hf.families.phi3 import Phi3
 from forge_models.hf.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next
@@ -40,6 +40,7 @@ DENSE = (
     GPT2(),
     Cohere(),
     Cohere2(),
+    Ministral3(),
 )
 SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2(), Qwen35Moe())
 
