@@ -84,6 +84,8 @@ def variants() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     seen = set()
     for name, entry in READ.items():
+        if "quantization_config" in entry["config"]:  # its tensors are in a format of their own, see test_mxfp4.py
+            continue
         small = tiny(entry["config"])
         variant = json.dumps({key: value for key, value in small.items() if key not in NAMES}, sort_keys=True)
         if variant not in seen:

@@ -12,6 +12,7 @@ from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
 from forge_models.hf.layers import AUXILIARY, unused_loss
+from forge_models.hf.mxfp4 import BLOCKS, QUANTIZATION, SCALES, PackedMatrices, packed_matrices
 from forge_models.hf.names import DERIVED, FUSED, OUTSIDE, TensorPlace, mtp_layers, places_in
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class CheckpointTensors:
         self.names = {renamed(name): name for name in self._files}
         if len(self.names) < len(self._files):
             raise Unsupported(f"{folder} has a tensor twice, under an older and a newer name; keep one of them")
+        self._packed: dict[str, PackedMatrices] = {}
         self._places: Mapping[str, TensorPlace] = {}
         self.tensors: Mapping[str, StoredTensor] = {}
 
@@ -129,8 +131,23 @@ class CheckpointTensors:
 
     def whole(self, theirs: str) -> "Tensor":
         """Returns a tensor by its name in `names`."""
+        if (packed := self._packed.get(theirs)) is not None:
+            return packed[tuple(slice(0, size) for size in packed.get_shape())]
         stored = self.names[theirs]
         return self._open[self._files[stored]].get_tensor(stored)
+
+    def unpack(self) -> None:
+        """Replaces tensors in MXFP4, which are two each, by one in bf16.
+
+        Raises:
+            Unsupported: there are none, or two do not fit.
+        """
+        self._packed = packed_matrices(self.names, self._slice)
+        if not self._packed:
+            raise Unsupported(f"{self.folder}: {QUANTIZATION} says MXFP4, but no tensor is in it; remove the key from {CONFIG}")
+        for name in self._packed:
+            del self.names[name + BLOCKS], self.names[name + SCALES]
+            self.names[name] = name
 
     def match(self, wanted: Mapping[str, TensorPlace], left: Iterable[str]) -> None:
         """Assigns a stored tensor to every wanted one, after checking names and shapes. `left` are names of unexpected tensors.
@@ -173,6 +190,8 @@ class CheckpointTensors:
             )
 
     def _slice(self, theirs: str) -> Any:
+        if (packed := self._packed.get(theirs)) is not None:
+            return packed
         stored = self.names[theirs]
         return self._open[self._files[stored]].get_slice(stored)
 
@@ -206,6 +225,8 @@ class Folder(CheckpointTensors):
         self.family = family_of(values, where)
         self.model = decoder_of(self.family, values, where, ignore)
         super().__init__(folder, partial(self.family.spelled, self.model))
+        if values.get(QUANTIZATION):
+            self.unpack()
         mtp = mtp_layers(self.family, self.model, values)
         places = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self.names))
         self.match(places, self._left(places, mtp))

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, 2025): sinks of attention, a window in every other layer, experts with biases and clamped gates.
 
-Weights in MXFP4 are not read; `quantization_config` is refused.
+Weights in MXFP4 are read as bf16 (`forge_models.hf.mxfp4`), and never written.
 """
 
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from forge_models.hf.layers import (
     write_local_layers,
     write_losses,
 )
+from forge_models.hf.mxfp4 import read_quantization
 
 LIMIT, SLOPE = "swiglu_limit", "swiglu_alpha"
 """Keys of the limit of clamped values, and of the factor inside the sigmoid."""
@@ -63,6 +64,7 @@ class GptOss(Family):
     def read(self, keys: Keys) -> dict[str, Any]:
         if not any(keys.values.get(table) for table in ("rope_scaling", "rope_parameters")):
             keys.values["rope_scaling"] = dict(SCALING)
+        read_quantization(keys)
         fields = read_base(keys, theta=150_000.0) | read_heads(keys)
         local = read_local_layers(keys, read_window(keys), lambda layer: layer % 2 == 0)
         fields["mlp"] = keys.make(ClampedSwiGLU, limit=keys.number(LIMIT), slope=keys.number(SLOPE), bias=True)
