@@ -122,6 +122,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         | {"use_mtp": True, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "output_router_logits": False},
     ),
 }
+# deepseek-ai/DeepSeek-V3.2-Exp has the other keys of DeepSeek-V3, and of each layer an indexer: wq_b, wk, k_norm, weights_proj.
+PUBLISHED["deepseek_v32"] = (
+    671_026_404_352 + 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168),
+    PUBLISHED["deepseek_v3"][1] | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+)
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
@@ -234,6 +239,12 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("deepseek_v3", "topk_group", 9),
         ("deepseek_v3", "first_k_dense_replace", -1),
         ("deepseek_v3", "head_dim", 128),
+        ("deepseek_v32", "q_lora_rank", None),
+        ("deepseek_v32", "index_topk", 0),
+        ("deepseek_v32", "index_n_heads", None),
+        ("deepseek_v32", "layer_types", ["full_attention"] * 4),
+        ("deepseek_v32", "mlp_layer_types", ["sparse"] * 4),
+        ("deepseek_v32", "mlp_bias", True),
     ],
 )
 def test_a_key_that_is_not_implemented_is_refused_by_name(kind: str, key: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from models.hf.zoo import CASES, SIZES
 
 SMALL = {
     "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 5},
     "gpt_neox": {"hidden_size": 64, "num_key_value_heads": 4},
     "stablelm": {"hidden_size": 64},
 }

@@ -65,6 +65,8 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 7,
 }
 
+INDEXER = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
+
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -159,6 +161,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "deepseek_v3-yarn": ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "deepseek_v32": ("deepseek_v32", DEEPSEEK | INDEXER | {"rope_theta": 700.0}),
+    "deepseek_v32-yarn-tied": (
+        "deepseek_v32",
+        DEEPSEEK
+        | INDEXER
+        | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "index_topk": 3, "index_head_dim": 6}
+        | {"tie_word_embeddings": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE | {"rope_theta": 700.0}),
     "qwen2_moe-raw": (
         "qwen2_moe",

@@ -20,7 +20,7 @@ from forge_core.component import fields_of
 from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
-from forge_models.components.attentions import GQA
+from forge_models.components.attentions import GQA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.optim.groups import ParameterGroup
@@ -65,7 +65,7 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional")
+ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion")
@@ -157,7 +157,7 @@ def declared_features() -> set[str]:
     }
     objectives = (registry.load("forge.objectives", name) for name in registry.names("forge.objectives"))
     found |= {name for objective in objectives if (name := getattr(objective, "feature", ""))}
-    return found | {"accumulate", GQA(causal=False).feature}
+    return found | {"accumulate", GQA(causal=False).feature, IndexedMLA.feature}
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.components.attentions import GQA
+from forge_models.components.attentions import GQA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
@@ -64,6 +64,18 @@ EXPERTS = MoEConfig(
 ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 """For low precision: rounding of a score may choose another expert, which changes the result by more than rounding. Here all are
 chosen."""
+
+INDEXED = IndexedMLA(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    index_heads=16,
+    index_dim=16,
+    top_k=4,
+)
+"""In low precision rounding may choose another key, so that all are chosen."""
 
 LLAMA = {
     "model_type": "llama",
@@ -151,6 +163,8 @@ def decoder_of(row: frozenset[str]) -> Any:
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
     if "bidirectional" in row:
         model = replace(model, attention=GQA(causal=False))
+    if "indexer" in row:
+        model = replace(model, attention=replace(INDEXED, keys="chosen" if row.isdisjoint(LOW) else "all"), kv_heads=None)
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         time = FrameTimeConfig(features=4) if "frame_time" in row else None

@@ -20,7 +20,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
-from parallel.compositions.rows import DECODER, EXPERTS, case_of, measured
+from parallel.compositions.rows import DECODER, EXPERTS, INDEXED, case_of, measured
 from parallel.one_process import alone
 
 VOCAB = 61
@@ -84,6 +84,8 @@ DECODERS = {
     "one norm": replace(DECODER, parallel_residual=True, shared_norm=True, norm=LayerNormConfig(bias=False)),
     "temperature": replace(DECODER, attention=GQA(temperature=0.7, temperature_length=2)),
     "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
+    "indexer": replace(DECODER, attention=INDEXED, kv_heads=None, moe=EXPERTS),
+    "indexer in warm-up": replace(DECODER, attention=replace(INDEXED, keys="all"), kv_heads=None),
     "experts with biases": replace(
         DECODER,
         mlp=ClampedSwiGLU(limit=0.1, bias=True),

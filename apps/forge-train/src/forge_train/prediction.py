@@ -23,7 +23,7 @@ from forge_parallel.timing.calibration import MOST, Observation, fit
 from forge_parallel.timing.hardware import Hardware
 from forge_parallel.timing.step_time import FREE, Efficiency, StepTime, predict
 from forge_parallel.timing.work import Execution, ModelWork, Scores, stages_of, work_of
-from forge_parallel.verify.proofs import DEFAULTS
+from forge_parallel.verify.proofs import DEFAULTS, features
 from forge_train.directory import RECIPE
 from forge_train.plan import largest_step
 from forge_train.recipe.load import load_recipe
@@ -111,6 +111,8 @@ def unmodeled(job: Job) -> str:
                 return f"transforms.{name}.{key} = {getattr(transform, key)!r} has no modeled time; only its default has"
     if getattr(getattr(job.model, "moe", None), "capacity", None) is not None:
         return "model.moe.capacity drops tokens, and their number is not modeled"
+    if "indexer" in {use.name for use in features(job, Layout())}:
+        return "model.attention has an indexer, whose loss and whose choice of keys have no modeled time"
     if job.train.stages or any(group.frozen for group in job.parameters.groups):
         return "some parameters are frozen, and the model of time counts gradients of all of them"
     return ""

@@ -255,6 +255,11 @@ class IndexedMLA(MLA):
     fewer products than MLA does.
     """
 
+    feature: ClassVar[str] = "indexer"
+    """Name of what tests must prove in each layout."""
+    whole_rows: ClassVar[tuple[str, ...]] = ("model.attention.top_k, which chooses among the keys of a whole row",)
+    """Reasons why ranks must not share rows."""
+
     q_lora_rank: Annotated[int, Gt(0)] = 1536  # type: ignore[override]  # the indexer has no other queries
     """Width of the latent from which queries, also those of the indexer, are computed."""
     index_heads: Annotated[int, Gt(0)] = 64
@@ -283,16 +288,6 @@ class IndexedMLA(MLA):
         latent = {"q_lora_rank": 7, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
         small = cls(**latent, index_heads=3, index_dim=6, top_k=2)
         return (small, replace(small, keys="all", kl_weight=0.5))
-
-    @property
-    def feature(self) -> str:
-        """Name of what tests must prove in each layout."""
-        return "indexer"
-
-    @property
-    def whole_rows(self) -> tuple[str, ...]:
-        """Reasons why ranks must not share rows."""
-        return ("model.attention.top_k, which chooses among the keys of a whole row",)
 
     def check(self, context: BlockContext) -> None:
         """Checks the settings against the sizes of the model.

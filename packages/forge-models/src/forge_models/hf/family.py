@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from forge_core.errors import ConfigError
-from forge_models.components.attentions import GQA, MLA
+from forge_models.components.attentions import GQA, MLA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import Hybrid, RecurrentLayer
@@ -139,6 +139,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
+        attention = replace(attention, kl_weight=1.0) if isinstance(attention, IndexedMLA) else attention
     return result | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
 
 

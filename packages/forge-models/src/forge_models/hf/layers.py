@@ -92,6 +92,10 @@ LATENT_NAMES: Mapping[str, str] = {
 """Forge's name of a part of the attention -> its name in a checkpoint, if they differ."""
 
 
+INDEXER_NAMES: Mapping[str, str] = {"q_proj": "wq_b", "k_proj": "wk"}
+"""Forge's name of a part of the indexer -> its name in a checkpoint, if they differ."""
+
+
 def read_latent(keys: Keys) -> dict[str, Any]:
     """Reads the fields of `MLA`; collects faults in `keys`."""
     fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}

@@ -9,7 +9,7 @@ from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.hf.family import Family
-from forge_models.hf.layers import LATENT_NAMES, ExpertNames, latent_rows, rotated_rows
+from forge_models.hf.layers import INDEXER_NAMES, LATENT_NAMES, ExpertNames, latent_rows, rotated_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,6 +187,9 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     if part == "attention" and isinstance(attention, MLA):
         rows = latent_rows(attention, decoder.heads, inner)
         rest = f"{LATENT_NAMES.get(inner, inner)}.{end}"
+        if inner == "indexer":
+            layer, _, slot = end.partition(".")
+            rest = f"indexer.{INDEXER_NAMES.get(layer, layer)}.{slot}"
     if family.neighbors and part == "attention" and inner in ("q_proj", "k_proj"):
         rows = rotated_rows(decoder.shape.head_dim, decoder.heads if inner == "q_proj" else decoder.shape.kv_heads)
     turned = family.turned and len(shape) == 2

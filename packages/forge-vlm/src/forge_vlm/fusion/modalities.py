@@ -142,6 +142,11 @@ class ModalityBlock(nn.Module):
                 "blocks with weights for each modality add attention before the feed-forward layer; set "
                 "model.parallel_residual = false, or model.fusion.name = 'joint_decoder'"
             )
+        if "indexer" in (getattr(shape.attention, "feature", ""), getattr(getattr(shape.attention, "full", None), "feature", "")):
+            raise ValueError(
+                "blocks with weights for each modality do not support attention with an indexer; choose another "
+                "model.attention.name, or set model.fusion.name = 'joint_decoder'"
+            )
         context = shape.context(layer)
         norm: Any = shape.norm
         attention: Any = shape.attention

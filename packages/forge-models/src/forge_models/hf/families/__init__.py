@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from forge_models.hf.families.cohere import Cohere, Cohere2
-from forge_models.hf.families.deepseek import DeepseekV3
+from forge_models.hf.families.deepseek import DeepseekV3, DeepseekV32
 from forge_models.hf.families.gemma import Gemma2, Gemma3
 from forge_models.hf.families.glm import Glm4Moe
 from forge_models.hf.families.gpt2 import GPT2
@@ -42,7 +42,19 @@ DENSE = (
     Cohere2(),
     Ministral3(),
 )
-SPARSE = (Mixtral(), Qwen3Moe(), Olmoe(), DeepseekV3(), Qwen2Moe(), Glm4Moe(), GptOss(), Qwen3Next(), MiniMaxM2(), Qwen35Moe())
+SPARSE = (
+    Mixtral(),
+    Qwen3Moe(),
+    Olmoe(),
+    DeepseekV3(),
+    Qwen2Moe(),
+    Glm4Moe(),
+    GptOss(),
+    Qwen3Next(),
+    MiniMaxM2(),
+    Qwen35Moe(),
+    DeepseekV32(),
+)
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
 """Families by `model_type`, in the order in which an export tries them."""

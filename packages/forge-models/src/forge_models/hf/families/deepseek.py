@@ -1,12 +1,13 @@
-"""DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared experts, first layers dense.
+"""DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared experts, first layers dense;
+and DeepSeek-V3.2 (2025), whose attention has an indexer.
 
-Its MTP modules come after the last layer; they do not affect logits and are not read.
+Their MTP modules come after the last layer; they do not affect logits and are not read.
 """
 
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from forge_models.components.attentions import MLA
+from forge_models.components.attentions import MLA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.hf.config import ANY_VALUE, Keys
@@ -58,7 +59,7 @@ class DeepseekV3(Family):
         fields = read_base(keys)
         latent = read_latent(keys)
         fields["head_dim"] = latent["qk_rope_head_dim"]  # MLA does not use it, but it must be valid
-        fields["attention"] = keys.make(MLA, **latent)
+        fields["attention"] = self.attention(keys, latent)
         fields["moe"] = keys.make(
             MoEConfig,
             **read_experts(keys, "n_routed_experts", "num_local_experts", "num_experts"),
@@ -73,6 +74,10 @@ class DeepseekV3(Family):
         keys.whole(MTP_LAYERS)
         return fields
 
+    def attention(self, keys: Keys, latent: dict[str, Any]) -> MLA | None:
+        """Reads the attention; `latent` are its fields from `read_latent`."""
+        return keys.make(MLA, **latent)
+
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = write_base(self, decoder) | write_latent(decoder)
         if (moe := decoder.shape.moe) is not None:
@@ -84,6 +89,44 @@ class DeepseekV3(Family):
             }
             written |= write_sigmoid_router(moe.router) | FIXED
         return written | {MTP_LAYERS: 0}
+
+
+INDEXER = MappingProxyType({"index_n_heads": "index_heads", "index_head_dim": "index_dim", "index_topk": "top_k"})
+"""Key of the indexer -> field of `IndexedMLA`."""
+
+
+class DeepseekV32(DeepseekV3):
+    model_type = "deepseek_v32"
+    architecture = "DeepseekV32ForCausalLM"
+    defaults: ClassVar = DeepseekV3.defaults | {
+        "max_position_embeddings": 163840,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    }
+    ignores: ClassVar = DeepseekV3.ignores | {"mlp_bias": (None, False)}
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = super().read(keys)
+        layers, dense = fields["layers"], keys.whole("first_k_dense_replace")
+        kinds = {"layer_types": ["indexed_attention"] * layers}
+        kinds["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+        for key, value in kinds.items():
+            if keys.given(key):
+                keys.only(key, None, value)
+        return fields
+
+    def attention(self, keys: Keys, latent: dict[str, Any]) -> MLA | None:
+        """Reads the attention with its indexer."""
+        fields = latent | {field: keys.integer(key) for key, field in INDEXER.items()}
+        if latent["q_lora_rank"] is None:
+            keys.fault("q_lora_rank", "is null, but the indexer's queries come from the latent of the queries")
+            return None
+        return keys.make(IndexedMLA, **fields)
+
+    def write(self, decoder: DecoderConfig) -> dict[str, Any]:
+        attention = decoder.shape.attention
+        return super().write(decoder) | {key: getattr(attention, field, None) for key, field in INDEXER.items()}
 
 
 def read_sigmoid_router(keys: Keys) -> SigmoidTopKConfig | None:
