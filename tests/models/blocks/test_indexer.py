@@ -5,8 +5,12 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
-from forge_models.blocks.indexer import chosen
+from forge_core.batch import MTPTargets
+from forge_interp.attention_scores import rule_of
+from forge_interp.tap_names import InterpError
+from forge_models.blocks.indexer import IndexedAttention, chosen
 from forge_models.components.attentions import MLA, IndexedMLA
+from forge_models.components.decoder import MTPConfig
 from forge_models.components.recurrent import Hybrid
 from forge_models.flops import count_flops
 from forge_models.objectives import CrossEntropy
@@ -276,6 +280,24 @@ def test_attention_counts_the_chosen_keys_and_the_indexer_all(build):
 def test_settings_that_do_not_fit_are_refused(build, options, message):
     with pytest.raises(ValueError, match=message):
         build(**options)
+
+
+def test_modules_of_multi_token_prediction_have_indexers_too(build, make, tokens):
+    rows = tokens(2, 9)
+    attention = IndexedMLA(**LATENT | INDEXER)
+    model = make(kv_heads=None, spread=12.0, attention=attention, mtp=MTPConfig(depth=1), dtype=torch.float64)
+    layers = [module for module in model.modules() if isinstance(module, IndexedAttention)]
+    for layer in layers:
+        layer.before_step(torch.tensor(0.5, dtype=torch.float64))
+    targets = MTPTargets(rows[:, 1:, None], rows[:, 1:, None].roll(-1, 1))
+    model(rows[:, :-1], labels=rows[:, 1:], objective=CrossEntropy(), mtp_targets=targets).sum.backward()
+    assert [layer.statistics()[1].item() for layer in layers] == [16, 16, 16]
+    assert all(parameter.grad.any() for layer in layers for parameter in layer.indexer.parameters())
+
+
+def test_scores_of_chosen_keys_are_not_recomputed_by_another_rule(build):
+    with pytest.raises(InterpError, match="its core is ChosenKeys"):
+        rule_of(build(), 0)
 
 
 def test_a_hybrid_needs_the_whole_rows_that_its_attention_needs():

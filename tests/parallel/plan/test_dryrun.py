@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_core.errors import ForgeError, LayoutError, PlanError
 from forge_core.layout import Layout
 from forge_models.blocks import head
-from forge_models.components.attentions import GQA, MLA
+from forge_models.components.attentions import GQA, MLA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
@@ -523,6 +523,27 @@ def test_attention_of_a_gpu_keeps_no_square(model: DecoderConfig) -> None:
     short, long = (kept(model, length) for length in (LENGTH, 2 * LENGTH))
     assert 2 * short - long == SEEDS
     assert kept(model, 2 * LENGTH, gpu=False) > 2 * kept(model, LENGTH, gpu=False) + LENGTH * LENGTH
+
+
+INDEXED = IndexedMLA(
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    index_heads=16,
+    index_dim=16,
+    top_k=64,
+)
+
+
+def test_an_indexer_keeps_squares_but_not_one_for_each_head() -> None:
+    """For each pair of positions: in fp32 the target and the logarithms of the indexer's softmax, in bf16 the mask as the kernel
+    takes it, and two masks of booleans."""
+    model = replace(MODEL, kv_heads=None, max_length=2 * LENGTH, attention=INDEXED)
+    short, long = (kept(model, length) for length in (LENGTH, 2 * LENGTH))
+    squares = model.layers * 2 * LENGTH * LENGTH * (4 + 4 + 2 + 1 + 1)
+    assert abs(long - 2 * short - squares) < LENGTH * 4
 
 
 def test_of_plain_attention_both_keep_output_and_log_sum_exp() -> None:

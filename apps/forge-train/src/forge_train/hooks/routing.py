@@ -28,7 +28,8 @@ class RoutingStatistics(Periodic):
 
     Per layer: `routing/blocks.3/load_max` and `load_min` (load of an expert relative to the mean load; 1 when balanced),
     `entropy` (of the router's probabilities, nats per token), `dropped` (share of slots dropped because of the capacity), `loss`
-    (the router's own loss, per token) and, with bias-based balancing, `bias_max` and `bias_min`. Counts cover the whole batch of
+    (the router's own loss, per token) and, with bias-based balancing, `bias_max` and `bias_min`. Of attention with an indexer
+    `routing/blocks.3.attention/kl`, its divergence from the attention weights in nats per token. Counts cover the whole batch of
     all ranks. A measurement costs two all-gathers and waits for the device.
     """
 
@@ -43,7 +44,7 @@ class RoutingStatistics(Periodic):
         self.world = ProcessGroupWorld() if run.topology.size > 1 else SingleProcessWorld()
         self.reports = any(self.world.all_gather(b"1" if _observers(run) else b""))
         if not self.reports:  # allowed, so that a dense variant of a recipe can keep its hooks
-            _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")
+            _log.info("hook 'routing' has nothing to report: the model has neither [model.moe] nor an indexer")
         super().start(run)
 
     def act(self, run: Run) -> None:

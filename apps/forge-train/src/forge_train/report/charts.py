@@ -62,6 +62,7 @@ FAMILIES = (
     ChartFamily("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
     ChartFamily("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
     ChartFamily("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
+    ChartFamily("Indexer", "Divergence from attention", "nats per token", "routing/(.+)/kl", from_zero=True),
     ChartFamily("Inside", "Likeness to the first weights", "CKA", "inside/(.+)/cka_first"),
     ChartFamily("Inside", "Likeness to the last time", "CKA", "inside/(.+)/cka_previous"),
     ChartFamily("Inside", "Effective rank", "dimensions", "inside/(.+)/effective_rank", from_zero=True),

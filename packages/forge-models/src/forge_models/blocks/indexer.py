@@ -29,7 +29,6 @@ from forge_models.blocks.attention import LATENT, STREAM, LatentAttention, mask,
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import LayerNorm, Linear, linear_specs
 from forge_models.blocks.rope import Rotation, rotate
-from forge_models.inner_values import tap
 from forge_models.shape import BlockContext
 
 KEY_EPS = 1e-6
@@ -201,7 +200,7 @@ class IndexedAttention(LatentAttention):
         """
         latent = self.query_latent(x)
         q, k, v = self.projected(x, latent, rotation, cache)
-        scores = tap("attention.index", self.indexer(x.detach(), latent.detach(), rotation, cache))
+        scores = self.indexer(x.detach(), latent.detach(), rotation, cache)
         seen = attention_mask.squeeze(1)
         if self.chooses:
             seen = chosen(scores, seen, self.top_k)
