@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
@@ -77,7 +76,7 @@ class Indexer(nn.Module):
             k = cache.update_index(k)
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = self.weights_proj(x).to(wide) * (self.heads * self.head_dim) ** -0.5
-        return _Scores.apply(q.to(wide), k.squeeze(1).to(wide), weights)
+        return index_scores(q.to(wide), k.squeeze(1).to(wide), weights)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the parameters, by name relative to this module, without those of its norm."""
@@ -96,33 +95,71 @@ class Indexer(nn.Module):
         }
 
 
-class _Scores(torch.autograd.Function):
-    """sum_j w_tj ReLU(q_tj . k_s): q (B, H, T, d), k (B, S, d), w (B, T, H) -> (B, T, S).
+# Both functions work on one head at a time, because the products of all heads would be as many squares of the length. They are
+# operators, so that selective recomputation, which saves matrix products, does not save these.
 
-    One head at a time, and again in the backward, because the products of all heads would be H times as large as the result.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, w)
-        total = q.new_zeros(q.shape[0], q.shape[2], k.shape[1])
-        for head in range(q.shape[1]):
-            total += (q[:, head] @ k.transpose(1, 2)).relu_().mul_(w[..., head].unsqueeze(-1))
-        return total
+@torch.library.custom_op("forge_models::index_scores", mutates_args=())
+def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Computes sum_j w_tj ReLU(q_tj . k_s): q (B, H, T, d), k (B, S, d), w (B, T, H) -> (B, T, S)."""
+    total = q.new_zeros(q.shape[0], q.shape[2], k.shape[1])
+    for head in range(q.shape[1]):
+        total += (q[:, head] @ k.transpose(1, 2)).relu_().mul_(w[..., head].unsqueeze(-1))
+    return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        q, k, w = ctx.saved_tensors
-        grad = grads[0]
-        q_grad, k_grad, w_grad = torch.empty_like(q), torch.zeros_like(k), torch.empty_like(w)
-        for head in range(q.shape[1]):
-            product = (q[:, head] @ k.transpose(1, 2)).relu_()
-            w_grad[..., head] = (grad * product).sum(-1)
-            inner = grad * w[..., head].unsqueeze(-1) * (product > 0)
-            q_grad[:, head] = inner @ k
-            k_grad += inner.transpose(1, 2) @ q[:, head]
-        return q_grad, k_grad, w_grad
+
+@torch.library.custom_op("forge_models::index_scores_backward", mutates_args=())
+def index_scores_backward(grad: Tensor, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of q, k and w from that of `index_scores`."""
+    q_grad, k_grad, w_grad = torch.empty_like(q), torch.zeros_like(k), torch.empty_like(w)
+    for head in range(q.shape[1]):
+        product = (q[:, head] @ k.transpose(1, 2)).relu_()
+        w_grad[..., head] = (grad * product).sum(-1)
+        inner = grad * w[..., head].unsqueeze(-1) * (product > 0)
+        q_grad[:, head] = inner @ k
+        k_grad += inner.transpose(1, 2) @ q[:, head]
+    return q_grad, k_grad, w_grad
+
+
+@torch.library.custom_op("forge_models::head_sum", mutates_args=())
+def head_sum(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Computes the sum of the attention weights of all heads; the arguments are those of `HeadSum`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total = torch.zeros(q.shape[0], q.shape[2], k.shape[2], dtype=wide, device=q.device)
+    for head in range(q.shape[1]):
+        scores = (q[:, head] @ k[:, head].transpose(1, 2) * scale).to(wide)
+        total += scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+    return total
+
+
+@index_scores.register_fake
+def _(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    del w
+    return q.new_empty(q.shape[0], q.shape[2], k.shape[1])
+
+
+@index_scores_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    del grad
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
+
+
+@head_sum.register_fake
+def _(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    del seen, scale
+    return q.new_empty(q.shape[0], q.shape[2], k.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return index_scores_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+index_scores.register_autograd(_differentiate, setup_context=_keep)
 
 
 class HeadSum(nn.Module):
@@ -133,12 +170,7 @@ class HeadSum(nn.Module):
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
         """q (B, heads, T, d), k (B, heads, S, d), seen (B or 1, T, S), True = attended -> (B, T, S), at least fp32."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        total = torch.zeros(q.shape[0], q.shape[2], k.shape[2], dtype=wide, device=q.device)
-        for head in range(q.shape[1]):
-            scores = (q[:, head] @ k[:, head].transpose(1, 2) * scale).to(wide)
-            total += scores.masked_fill_(~seen, float("-inf")).softmax(-1)
-        return total
+        return head_sum(q, k, seen, scale)
 
 
 class IndexedAttention(LatentAttention):
