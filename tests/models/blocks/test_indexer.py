@@ -1,4 +1,4 @@
-"""Attention to keys that an indexer chooses, against transformers' deepseek_v32, and its loss, against loops over a closed form."""
+"""Attention to keys that an indexer chooses, against transformers' deepseek_v32; its loss against loops over a closed form."""
 
 from math import exp, log, sqrt
 
@@ -135,7 +135,10 @@ def test_the_gradient_of_the_loss_equals_loops_over_its_closed_form(build, keys)
     normed = unit * indexer.k_norm.weight + indexer.k_norm.bias
     q = [[turned(head, t, 4, 300.0) for head in row] for t, row in enumerate(projected)]
     k = [turned(row, t, 4, 300.0) for t, row in enumerate(normed.tolist())]
-    dot = [[[sum(a * b for a, b in zip(q[t][j], k[s], strict=True)) for s in range(length)] for j in range(heads)] for t in range(length)]
+    dot = [
+        [[sum(a * b for a, b in zip(q[t][j], k[s], strict=True)) for s in range(length)] for j in range(heads)]
+        for t in range(length)
+    ]
     w_grad = torch.zeros(length, heads, dtype=torch.float64)
     q_grad, k_grad = torch.zeros(length, heads, width, dtype=torch.float64), torch.zeros(length, width, dtype=torch.float64)
     total = 0.0

@@ -247,7 +247,8 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     if "transformers" in row:
         patterns = ("model.layers.1.*", "model.layers.2.self_attn.k_proj.*") if "frozen" in row else ()
         return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
-    patterns = ("blocks.1.*", "blocks.2.attention.k_proj.*", *(() if "tied" in row else ("embed.weight",)))
+    part = "indexer" if "indexer" in row else "k_proj"
+    patterns = ("blocks.1.*", f"blocks.2.attention.{part}.*", *(() if "tied" in row else ("embed.weight",)))
     patterns = patterns if "frozen" in row else ()
     return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
 

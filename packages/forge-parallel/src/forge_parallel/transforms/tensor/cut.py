@@ -43,7 +43,9 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
                 local[parameter] = _cut_parameter(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
             module._parameters[slot] = local[parameter]
         role = table.roles.get(path)
-        if role in (Role.REGION, Role.SIDE_INPUTS, Role.HEAD_SUM) or (role is not None and slots):  # parameters may be on another stage
+        if role in (Role.REGION, Role.SIDE_INPUTS, Role.HEAD_SUM) or (
+            role is not None and slots
+        ):  # parameters may be on another stage
             summed = any(f"{path}.{slot}" in table.summed for slot in slots)
             packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
             # Of a copied layer each rank uses the rows of one head; a matrix without heads, as of an adapter, it uses whole.
