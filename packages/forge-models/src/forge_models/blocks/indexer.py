@@ -35,8 +35,10 @@ KEY_EPS = 1e-6
 
 
 class ChosenKeys:
-    """Attention core of layers in which each query has keys of its own. Layers share the mask of visible keys, bool (B or 1, 1, T,
-    S); each passes the part of it that its indexer chose."""
+    """Attention core of layers in which each query has keys of its own.
+
+    Layers share the mask of visible keys, bool (B or 1, 1, T, S). Each passes the part of it that its indexer chose.
+    """
 
     masked: ClassVar[bool] = True
     """True: `prepare` returns a mask on every device, which a stand-in for the core must return too."""
