@@ -265,7 +265,7 @@ class IndexedAttention(LatentAttention):
     def statistics(self) -> Tensor:
         """See `Observer`: the sum over tokens of the divergence in nats, and the number of tokens."""
         if self._statistics is None:
-            return torch.zeros(2, dtype=torch.float64, device=self.o_proj.weight.device)
+            return torch.zeros(2, dtype=torch.float64, device=self.indexer.k_norm.weight.device)
         return self._statistics
 
     def after_step(self, totals: Tensor, skip: Tensor) -> None:
