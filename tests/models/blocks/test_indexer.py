@@ -1,5 +1,6 @@
 """Attention to keys that an indexer chooses, against transformers' deepseek_v32; its loss against loops over a closed form."""
 
+from dataclasses import replace
 from math import exp, log, sqrt
 
 import pytest
@@ -240,6 +241,19 @@ def test_a_report_is_the_mean_over_real_tokens_of_all_forwards(build):
     layer.after_step(layer.statistics(), torch.zeros(()))
     assert layer.report()["kl"].item() == pytest.approx(both[0].item() / 12)
     assert layer.eval()(x, layer.rotary(torch.arange(6)), layer.core.prepare(None, 6, None, x.device))[1] is None
+
+
+def test_a_rank_with_half_of_the_heads_contributes_half(build):
+    """So that sums over ranks that share the heads are those of one rank: of gradients, of the divergence and of tokens."""
+    layer, x, found = build().blocks["0"].attention, drawn(2, 6, 32), []
+    for ranks in (1, 2):
+        layer.context = replace(layer.context, heads=4 * ranks)
+        layer.zero_grad()
+        out, statistics = attended(layer, x)
+        out.sum().mul(0.0).backward()
+        found.append((statistics, *(parameter.grad for parameter in layer.indexer.parameters())))
+    for one, half in zip(*found, strict=True):
+        torch.testing.assert_close(half, one / 2, rtol=1e-12, atol=0)
 
 
 def test_a_compiled_block_equals_an_eager_one(build, tokens):

@@ -7,8 +7,9 @@ rotation, softmax and embedding look-ups do not). The FLOPs per token are
 
 with P the number of weights in matrix products for one token (always with the head, never with the embedding table; a tied table
 counts once, as head; no biases; of experts, the `top_k` that a token is sent to, the shared ones and the router) and T' the
-number of keys per query. T' is T, or the window if that is smaller, for the full square that most tables count ("PaLM"
-convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a bidirectional one T.
+number of keys per query. T' is T, or the window or the number of chosen keys if that is smaller, for the full square that most
+tables count ("PaLM" convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a bidirectional
+one T. An indexer scores all T keys for the chosen ones.
 Recomputation is not counted, and slots dropped because of capacity are not subtracted. MTP modules count in training only: each
 has a projection of two widths to one and a block, and runs the head once more. They are counted for every token, although the
 last k tokens of a row have no input for module k.
