@@ -22,8 +22,8 @@ from train.runs import prepared
 from vlm.hf import image_text_walk as walk
 from vlm.hf.image_text_folder import folder_of, processor_of, recipe_of, records_of
 
-FAST = ("llava", "gemma3", "idefics3", "qwen2_5_vl")
-"""The last layer of a tower unused; images seen from both sides; tiles in rows; patches with positions on three axes."""
+FAST = ("llava", "qwen2_5_vl")
+"""The last layer of a tower unused; patches with positions on three axes. The others are slow."""
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -111,8 +111,6 @@ def test_a_patch_class_gets_the_grid_of_an_image_that_the_processor_makes() -> N
 
 def test_the_image_token_in_the_words_of_a_user_is_text() -> None:
     """Only the template may write the token of an image."""
-    from forge_data.tokenizers.bpe import load  # noqa: F401
-
     inputs = ProcessorInputs(walk.component("gemma3").image_arguments(), processor_of("gemma3"))
     parts = [Picture("a", token=True), Words("<start_of_image>", trusted=True), Words("see <start_of_image>", learned=False)]
     placed = list(inputs._placed(parts))

@@ -66,6 +66,7 @@ def _split(record: dict[str, Any]) -> list[str]:
     return parts
 
 
+@pytest.mark.slow
 def test_a_run_starts_resumes_bitwise_and_is_loaded_by_transformers(world: World, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
