@@ -68,7 +68,7 @@ ALTERNATIVES = (
 ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
-OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion")
+OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion", "classification")
 """Objectives other than next-token cross-entropy: such a row has one of them, where a pair asks for it."""
 
 OPTIMIZERS = ("", "muon", "adamw8bit")

@@ -19,7 +19,7 @@ from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, Softma
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
-from forge_models.objectives import DPO, CrossEntropy, Distillation, MaskedDiffusion, MaskedLM
+from forge_models.objectives import DPO, Classification, CrossEntropy, Distillation, MaskedDiffusion, MaskedLM
 from forge_models.shape import Losses
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
@@ -161,6 +161,8 @@ def decoder_of(row: frozenset[str]) -> Any:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
     lora = LORA if "lora" in row else None
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
+    if "classification" in row:
+        model = replace(model, labels=("no", "yes", "perhaps"))
     if "bidirectional" in row:
         model = replace(model, attention=GQA(causal=False))
     if "indexer" in row:
@@ -232,6 +234,8 @@ def objective_of(row: frozenset[str]) -> Any:
         return DPO(beta=0.5, nll=0.2)
     if "distillation" in row:
         return Distillation(teacher="of the checks", weight=0.7, temperature=1.5)
+    if "classification" in row:
+        return Classification(class_weights=(0.5, 2.0, 1.0))
     if "masked_lm" in row:
         return MaskedLM(mask_id=VOCAB - 1, ratio=0.5, vocab_size=VOCAB)
     if "masked_diffusion" in row:

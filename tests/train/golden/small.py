@@ -18,7 +18,7 @@ SLOW = ("compile", "float8")
 """A compiler takes longer than the steps, and float8 rounds otherwise on each machine."""
 
 
-WITH_DATA = frozenset({"sft-demo", "lora-demo", "dpo-demo"})
+WITH_DATA = frozenset({"sft-demo", "lora-demo", "dpo-demo", "classify-demo"})
 """Demos of fine-tuning, which need their own data or a base; `test_tuning_demos.py` runs them."""
 
 

@@ -18,7 +18,7 @@ from forge_train.recipe.schema import Job
 
 FOLDER = Path(forge_train.presets.__file__).parent
 EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
-SIZED = sorted(set(EVERY) - {"debug", "debug-moe", "demo", "sft-demo", "lora-demo", "dpo-demo"})
+SIZED = sorted(set(EVERY) - {"debug", "debug-moe", "demo", "sft-demo", "lora-demo", "dpo-demo", "classify-demo"})
 
 PUBLISHED = {"1b": 1_235_814_400, "7b": 8_030_261_248, "13b": 13_015_864_320, "30b": 32_528_943_616, "70b": 70_553_706_496}
 PUBLISHED |= {"8x7b": 46_702_792_704, "30b-a3b-8xh100": 30_532_122_624}

@@ -11,7 +11,7 @@ import pytest
 from forge_train.recipe.load import load_recipe
 
 
-@pytest.mark.parametrize("preset", ["sft-demo", "lora-demo", "dpo-demo"])
+@pytest.mark.parametrize("preset", ["sft-demo", "lora-demo", "dpo-demo", "classify-demo"])
 def test_recipes_have_no_fault(preset: str) -> None:
     assert load_recipe(preset).job.job.name == preset
 

@@ -40,6 +40,7 @@ PARTS = {
         "demo": "forge_train.presets:demo",
         "sft-demo": "forge_train.presets:sft_demo",
         "lora-demo": "forge_train.presets:lora_demo",
+        "classify-demo": "forge_train.presets:classify_demo",
         "dpo-demo": "forge_train.presets:dpo_demo",
         "debug": "forge_train.presets:debug",
         "debug-moe": "forge_train.presets:debug_moe",

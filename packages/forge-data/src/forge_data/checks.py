@@ -80,7 +80,8 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
             talks = isinstance(source, components.Conversations | components.Exercises)
-            what = "are conversations" if talks else "contain images"
+            labeled = isinstance(source, components.Labeled)
+            what = "are conversations" if talks else "have labels" if labeled else "contain images"
             message = f"cuts documents, but the documents of data.sources.{index} {what} and must stay whole"
             yield Fault("data.packing", message, hint="set data.packing = 'best_fit' or 'pad'")
 
@@ -148,6 +149,41 @@ def conversations_train(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noq
             continue
         elif "://" not in source.path and not _absent(source):
             yield from _of_records(key, source, tokenizer, data.sequence_length)
+
+
+def labels_fit(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Requires that sources have the labels of the model, all or none, and that labeled texts in a row do not see each other."""
+    data, wanted = job.data, tuple(getattr(job.model, "labels", ()))
+    named = {f"data.sources.{index}": source for index, source in enumerate(data.sources) if weight_of(source) > 0}
+    named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
+    for key, source in named.items():
+        labels = _labels_of(source)
+        if labels is None or labels == wanted:
+            continue
+        if not labels:
+            what = "has no labels, but the model is a classifier, because model.labels is set"
+            yield Fault(f"{key}.name", what, hint="use a source 'labeled', or remove model.labels")
+        elif not wanted:
+            what = f"has the labels {', '.join(labels)}, but the model has none"
+            yield Fault(f"{key}.name", what, hint=f"set model.labels = {list(labels)} and objective.name = 'classification'")
+        else:
+            field = "labels" if isinstance(source, components.Labeled) else "name"
+            what = f"has the labels {', '.join(labels)}, but model.labels has {', '.join(wanted)}"
+            yield Fault(f"{key}.{field}", what, hint="set both to the same names in the same order")
+    if wanted and data.documents != "mask" and data.packing != "pad":
+        what = f"{data.documents!r} lets the labeled texts of a row see each other"
+        yield Fault("data.documents", what, hint="set it to 'mask', or data.packing to 'pad'")
+
+
+def _labels_of(source: Any) -> tuple[str, ...] | None:
+    """Returns the labels of a source; None if they are known only when it is opened."""
+    if not isinstance(source, components.TokenStore):
+        return tuple(getattr(source, "labels", ()))
+    try:
+        mask = json.loads((Path(source.path) / "manifest.json").read_text(encoding="utf-8")).get("mask") or {}
+        return tuple(mask.get("labels", ()))
+    except (OSError, ValueError, TypeError, AttributeError):  # reported when it is opened
+        return None
 
 
 def _tokenizer_of(component: Any, length: int) -> tuple[Any, Fault | None]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Split = Literal["all", "train", "held_out"]
 Fraction = Annotated[float, Gt(0), Lt(1)]
+MOST_LABELS = 255
+"""Maximum number of labels of a source: a store has a byte for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +321,88 @@ class Conversations(SourceComponent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Labeled(SourceComponent):
+    """Texts with a label each, for a classifier: `.jsonl`, `.json`, Parquet or Arrow files, plain or compressed.
+
+    A text is tokenized as `tokenizer(text)` of transformers does, without an end-of-document token, so that its last token is
+    that of an exported classifier. A record without text, or with no label or an unknown one, is broken.
+    """
+
+    default_label: ClassVar = "labeled"
+    key_class: ClassVar = DATA
+    keeps_documents: ClassVar[bool] = True
+    """True: `data.packing = "concatenate"`, which cuts documents, is not allowed."""
+
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """Treatment of texts longer than a row: refuse them, leave them out, or keep their first row, whose last token then has the
+    label. The log of a run has the numbers."""
+    path: str
+    """A file, a directory, a pattern such as `reviews/**/*.jsonl`, or a URL of these."""
+    labels: Annotated[tuple[str, ...], MinLen(2)]
+    """Names of the labels; the first is number 0. The same as `model.labels`."""
+    text: str = "text"
+    """Field that holds the text."""
+    pair: str | None = None
+    """Field that holds a second text, such as the hypothesis of a premise; it follows the first after `separator`."""
+    separator: str = "\n"
+    """Text between the two texts of a pair."""
+    label: str = "label"
+    """Field that holds the label: its name, or its number. Integers are names where names are integers, such as "1" to "5"."""
+    split: Split = "all"
+    """Records are assigned to `train` or `held_out` by a hash of their position in the corpus."""
+    held_out: Fraction = 0.05
+    """Fraction of records in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Maximum number of broken records that are skipped; the next one is an error."""
+
+    def __post_init__(self) -> None:
+        if fault := _of_labels(self.labels):
+            raise ValueError(f"labels {fault}")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Labeled]":
+        """Texts with two labels."""
+        from forge_data import example_corpus
+
+        labels = example_corpus.LABELS
+        return (cls(path=example_corpus.labeled(folder), labels=labels, too_long="truncate"),)
+
+    def texts(self) -> "Texts":
+        from forge_data.sources.labeled import open_labeled
+
+        return open_labeled(
+            self.path,
+            self.labels,
+            text=self.text,
+            pair=self.pair,
+            separator=self.separator,
+            label=self.label,
+            split=self.split,
+            held_out=self.held_out,
+            skip=self.skip,
+        )
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.preparation.tokenization import prepared
+
+        return prepared(self.texts(), context, "labeled")
+
+
+def _of_labels(labels: tuple[str, ...]) -> str:
+    """Returns what is wrong with names of labels; empty if nothing is."""
+    if len(labels) > MOST_LABELS:
+        return f"has {len(labels)} names; the maximum is {MOST_LABELS}"
+    if twice := [name for name in labels if labels.count(name) > 1]:
+        return f"has {twice[0]!r} twice; give each label a name of its own"
+    return "has an empty name; give each label a name" if "" in labels else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exercises(SourceComponent):
     """Generated exercises with words of random letters, such as "Reverse plum: " with the solution "mulp"; no two are equal.
 
-    Only the solution is trained. With `pairs`, an exercise is a preference pair of its solution and a wrong one.
+    Only the solution is trained. With `pairs`, an exercise is a preference pair of its solution and a wrong one. With `labeled`,
+    it is a text without the name of the task, such as "plum: mulp", whose label is the task.
     """
 
     key_class: ClassVar = DATA
@@ -331,6 +411,8 @@ class Exercises(SourceComponent):
 
     pairs: bool = False
     """Makes preference pairs, for an objective that compares answers."""
+    labeled: bool = False
+    """Makes texts whose label is the task, for a classifier with `model.labels` = `tasks`."""
     count: Annotated[int, Ge(2)] = 20_000
     """Number of exercises in all splits."""
     tasks: Annotated[tuple[str, ...], MinLen(1)] = ("Reverse", "Capitalize", "Double")
@@ -349,9 +431,21 @@ class Exercises(SourceComponent):
         """A few exercises."""
         return (cls(count=400, letters=3, too_long="skip"),)
 
-    def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.exercises import write_exercises
+    def __post_init__(self) -> None:
+        if self.pairs and self.labeled:
+            raise ValueError("pairs and labeled make different documents; remove one")
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels; empty if exercises have none."""
+        return self.tasks if self.labeled else ()
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.exercises import write_exercises, write_labeled
+
+        if self.labeled:
+            path = write_labeled(context.workspace / "exercises", self.count, self.letters, self.seed, self.tasks)
+            return Labeled(path=path, labels=self.tasks, split=self.split, held_out=self.held_out).build(context)
         path = write_exercises(context.workspace / "exercises", self.pairs, self.count, self.letters, self.seed, self.tasks)
         form: Literal["preference", "prompt_completion"] = "preference" if self.pairs else "prompt_completion"
         return Conversations(path=path, format=form, split=self.split, held_out=self.held_out).build(context)

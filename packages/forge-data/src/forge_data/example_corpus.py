@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 EOS = 256
+LABELS = ("even", "odd")
 WORDS = ("gradient", "layer", "naïve", "Größe", "token", "日本", "of", "the", "a")
 
 
@@ -44,6 +45,13 @@ def completions(folder: Path) -> str:
     path = folder / "completions.jsonl"
     halves = [(f"{number}: ", text[:9]) for number, text in enumerate(texts())]
     path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in halves), encoding="utf-8")
+    return str(path)
+
+
+def labeled(folder: Path) -> str:
+    path = folder / "labeled.jsonl"
+    records = ({"text": text, "label": LABELS[len(text) % 2]} for text in texts())
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
 
 

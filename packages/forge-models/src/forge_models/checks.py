@@ -101,10 +101,47 @@ def objective_fits(job: Job, layout: Layout) -> Iterator[Fault]:
     if layout.tp > 1 and getattr(objective, "whole_vocabulary", False):
         what = f"{layout.tp} ranks would each have a part of the vocabulary, but objective {name} compares whole distributions"
         yield Fault("parallel.tp", what, hint="set it to 1; use parallel.dp_shard or parallel.pp for large models")
+    yield from _labels_fit(job, layout)
     if getattr(job.model, "mtp", None) is not None and not getattr(objective, "predicts_next", True):
         yield Fault(
             "model.mtp", f"predicts tokens after the next one, but objective {name} does not train next tokens", hint="remove it"
         )
+
+
+def _labels_fit(job: Job, layout: Layout) -> Iterator[Fault]:
+    objective, name = job.objective, class_name(job.objective)
+    labels = getattr(job.model, "labels", ())
+    if not getattr(objective, "classifies", False):
+        if labels:
+            what = f"trains next tokens or answers, but model.labels makes the model a classifier of {len(labels)} labels"
+            yield Fault("objective.name", what, hint="set it to 'classification', or remove model.labels")
+        return
+    if not labels:
+        if hasattr(job.model, "labels"):
+            what = f"is missing, but objective {name} needs the names of the labels"
+            yield Fault("model.labels", what, hint="list them in the order of their numbers, such as ['negative', 'positive']")
+        else:
+            what = f"{class_name(job.model)!r} has no classifier, which objective {name} trains"
+            yield Fault(
+                "model.name", what, hint="use model.name = 'decoder', which reads the folders of many families by from_hf"
+            )
+        return
+    weights = getattr(objective, "class_weights", ())
+    if weights and len(weights) != len(labels):
+        what = f"has {len(weights)} weights for {len(labels)} labels"
+        yield Fault("objective.class_weights", what, hint="give one for each of model.labels, in their order")
+    if layout.tp > 1 and _last_share(len(labels), layout.tp) >= len(labels):
+        what = f"{layout.tp} ranks cannot share {len(labels)} labels: the last would have none"
+        yield Fault("parallel.tp", what, hint="lower it, and use parallel.dp_shard or parallel.pp for large models")
+    for index, hook in enumerate(getattr(job, "hooks", ())):
+        if getattr(hook, "generates", False):
+            what = f"{class_name(hook)} asks for next tokens, which a classifier does not predict"
+            yield Fault(f"hooks.{index}.name", what, hint="remove the hook; hook 'evaluate' reports the accuracy")
+
+
+def _last_share(size: int, ranks: int) -> int:
+    """Returns where the last of equal shares begins."""
+    return -(-size // ranks) * (ranks - 1)
 
 
 def direction_fits(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
@@ -113,7 +150,8 @@ def direction_fits(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001
     objective, name, model = job.objective, class_name(job.objective), job.model
     causal = getattr(getattr(model, "shape", None), "causal", True)
     key = "model.attention.causal"
-    if not causal and not getattr(objective, "bidirectional", False):
+    either = getattr(objective, "either_direction", False)
+    if not causal and not either and not getattr(objective, "bidirectional", False):
         what = f"= false lets a token see the next one, which objective {name} predicts"
         yield Fault(key, what, hint="set it to true, or take objective 'masked_lm' or 'masked_diffusion'")
     if causal and getattr(objective, "bidirectional", False):

@@ -58,7 +58,11 @@ class Decoder(nn.Module):
         self.tuned: tuple[str, ...] = ()  # names of parameters that are trained whole beside an adapter
         norm: Any = shape.norm
         embed = Embedding(shape.vocab_size, shape.dim)
-        head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap, shape.logit_multiplier)
+        head = (
+            Head(shape.dim, shape.labels, self._head_std())
+            if shape.labels
+            else Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap, shape.logit_multiplier)
+        )
         if shape.tied_embeddings:
             head.weight = embed.weight  # type: ignore[assignment]
         self.embed: Embedding | None = embed
@@ -86,7 +90,8 @@ class Decoder(nn.Module):
         token_mask: Tensor | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
-        """Returns logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
+        """Returns logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim). A classifier
+        has logits of labels (B, T, labels), of which those of the last token of a text count.
 
         Args:
             x: (B, T) int64 tokens, or hidden states (B, T, dim) of the previous part.
@@ -358,8 +363,13 @@ class Decoder(nn.Module):
         """Returns an empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters.
 
         Raises:
-            ForgeError: the model is bidirectional.
+            ForgeError: the model is a classifier, or bidirectional.
         """
+        if self.shape.labels:
+            raise ForgeError(
+                f"the model is a classifier of {self.shape.labels} labels (model.labels) and predicts no next token; use "
+                "`forge-train evaluate` on labeled texts, or generate with the model that it started from"
+            )
         if not self.shape.causal:
             raise ForgeError(
                 "model.attention.causal = false: each token sees the tokens after it, so no cache of earlier tokens can replace "

@@ -135,7 +135,7 @@ def count_flops(shape: DecoderShape) -> Counts:
     """
     sizes, idle = _sizes(shape)
     products = _matrix_products(shape)
-    table = shape.vocab_size * shape.dim
+    table = (shape.labels or shape.vocab_size) * shape.dim
     return Counts(
         embedding=sizes["embedding"],
         attention=sizes["attention"],

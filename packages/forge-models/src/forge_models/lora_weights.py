@@ -39,7 +39,8 @@ class Parts:
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
         trained = (name for name, parameter in module.named_parameters() if parameter.requires_grad)
         self.adapter: dict[str, Shape] = {name: self.shapes[name] for name in trained}
-        self.tuned = frozenset(name for name in self.adapter if not _is_factor(name))
+        new = {TUNED["head"]} if getattr(model, "labels", ()) else set[str]()  # the head of a classifier, which the base may lack
+        self.tuned = frozenset(name for name in self.adapter if not _is_factor(name)) - new
         self._buffers = frozenset(dict(module.named_buffers()))
 
     def check_base(self, weights: Weights) -> None:
@@ -164,8 +165,7 @@ class MergedWeights:
             raise ForgeError(f"{weights.facts.origin} has no adapter to merge")
         self._weights, self._lora = weights, model.lora
         self.model: Component = replace(model, lora=None)
-        parts = Parts(model)
-        self._adapter = frozenset(parts.adapter) - parts.tuned
+        self._adapter = frozenset(filter(_is_factor, Parts(model).adapter))  # not what is trained whole
         self.tensors: Mapping[str, StoredTensor] = {
             name: entry for name, entry in weights.tensors.items() if name not in self._adapter
         }
@@ -262,7 +262,7 @@ def set_adapter(model: nn.Module, adapter: Weights) -> None:
     """
     tuned: Any = getattr(model, "tuned", ())
     own = {name: parameter for name, parameter in model.named_parameters() if _is_factor(name) or name in tuned}
-    whole = getattr(getattr(adapter.model, "lora", None), "tuned", tuned)
+    whole = getattr(adapter.model, "tuned", tuned)
     found = {name: entry for name, entry in adapter.tensors.items() if _is_factor(name) or name in whole}
     if own.keys() != found.keys() or any(tuple(own[name].shape) != entry.shape for name, entry in found.items()):
         raise ForgeError(f"{adapter.facts.origin} is an adapter of other matrices or of another rank than the model has")

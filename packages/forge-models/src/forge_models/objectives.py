@@ -103,6 +103,35 @@ class DPO(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Classification(Component):
+    """Classification of whole texts: cross-entropy over `model.labels` at the last token of each.
+
+    The loss is the mean over texts. All sources must have the labels of the model, as a source `labeled`.
+    """
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.classification:ClassificationLoss"
+    feature: ClassVar[str] = "classification"
+    classifies: ClassVar[bool] = True
+    """True: it needs a model with labels, which other objectives refuse."""
+    either_direction: ClassVar[bool] = True
+    """True: the model may be causal or bidirectional."""
+    predicts_next: ClassVar[bool] = False
+    """False: labels are no next tokens, so multi-token prediction is refused."""
+    evaluated: ClassVar[tuple[str, ...]] = ("accuracy",)
+    """Metrics that evaluations report in place of the perplexity."""
+
+    class_weights: tuple[Annotated[float, Gt(0)], ...] = ()
+    """Weight of the loss of texts with each label, in the order of `model.labels`, such as larger ones for rare labels; all are 1
+    when absent. The loss is still divided by the number of texts."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Classification]":
+        """Returns an example."""
+        return (cls(),)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Distillation(Component):
     """Distillation from a frozen teacher (Hinton et al., 2015): (1 - weight) nll + weight temperature^2 KL(teacher || model).
 

@@ -45,6 +45,7 @@ PARTS = {
         "peft": "forge_models.components.lora:PeftConfig",
     },
     "forge.objectives": {
+        "classification": "forge_models.objectives:Classification",
         "cross_entropy": "forge_models.objectives:CrossEntropy",
         "distillation": "forge_models.objectives:Distillation",
         "dpo": "forge_models.objectives:DPO",

@@ -228,8 +228,8 @@ class MoEShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Shape of a decoder. The fields are those of `[model]`; None means no cap and no experts. Parts are components, whose
-    modules are built with a `BlockContext`."""
+    """Shape of a decoder. The fields are those of `[model]`; None means no cap and no experts, and 0 labels a head of words.
+    Parts are components, whose modules are built with a `BlockContext`."""
 
     dim: int
     layers: int
@@ -257,6 +257,7 @@ class DecoderShape:
     mtp_depth: int
     mtp_weight: float
     mtp_schedule: Component | None
+    labels: int = 0
 
     @property
     def blocks(self) -> int:
@@ -390,6 +391,7 @@ class DecoderShape:
         feed_forward = wide * self.ffn_dim * (layers - sparse)
         if moe is not None:
             feed_forward += wide * moe.ffn_dim * (moe.experts + moe.shared) * sparse
-        tables = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        head = self.labels or (0 if self.tied_embeddings else self.vocab_size)
+        tables = (self.vocab_size + head) * self.dim
         tables += self.max_length * self.dim if self.learned_positions else 0
         return tables + layers * each + feed_forward

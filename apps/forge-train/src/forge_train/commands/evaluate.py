@@ -174,7 +174,8 @@ def evaluate(
             sets.append(asdict(score))
             if first and not as_json:
                 bits = f"  {score.bits_per_byte:.4f} bits per byte" if score.bits_per_byte is not None else ""
-                numbers = f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}{bits}"
+                means = "".join(f"  {name} {value:.4f}" for name, value in score.metrics.items())
+                numbers = f"loss {score.loss:.4f}{means or f'  perplexity {score.perplexity:.2f}'}{bits}"
                 console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
         if first and as_json:
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": sets})

@@ -1,7 +1,7 @@
 """Evaluates stored weights (a run, a checkpoint or a Hugging Face folder) on held-out sets, in any layout."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Score:
         perplexity: exp(loss).
         bits_per_byte: bits per byte of the text of the predicted tokens; None if the size of the text is unknown.
         tokens: number of predicted tokens.
+        metrics: means of the objective's own metrics, such as the accuracy, by name; empty for the perplexity.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Score:
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Recipe:
@@ -111,7 +113,9 @@ def scores(
         objective = taught(objective, job, model.topology, registry, tokenizer, [held_out.source for held_out in sets.values()])
     topology, step = model.topology, Step(model, objective)
     for name, held_out in sets.items():
-        result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
-        known = None if evaluated(job.objective) else held_out.predicted()  # losses of other kinds are no bits of the text
+        names = evaluated(job.objective)
+        result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch), metrics=names)
+        metrics = {name: result.metrics[name] / max(result.tokens, 1) for name in names}
+        known = None if names else held_out.predicted()  # losses of other kinds are no bits of the text
         per_byte = bits_per_byte(result.loss, *known) if known is not None and known[1] > 0 else None
-        yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens)
+        yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens, metrics)

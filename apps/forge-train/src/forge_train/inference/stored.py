@@ -92,8 +92,13 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     `--parallel.AXIS=N`; by default, the model is sharded over data ranks.
 
     Raises:
-        ForgeError: an override has faults or no effect, or the layout is refused.
+        ForgeError: the model is a classifier, an override has faults or no effect, or the layout is refused.
     """
+    if labels := getattr(weights.model, "labels", ()):
+        raise ForgeError(
+            f"{weights.facts.origin} is a classifier of {len(labels)} labels (model.labels) and predicts no next token; "
+            "`forge-train evaluate` without --tasks computes its accuracy on labeled texts"
+        )
     dtypes = [getattr(torch, stored.dtype) for stored in weights.tensors.values()]
     widest = reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
     compute = _COMPUTES.get(widest)

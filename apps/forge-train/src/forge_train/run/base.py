@@ -11,6 +11,7 @@ from forge_core.protocols.checkpoint import World
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.blocks.lora import MAGNITUDE
+from forge_models.classification import HEAD, has_head
 from forge_models.lora_weights import Parts, base_hash, check_hash, magnitudes_of, names_of, tensor_hash
 from forge_models.quantized_weights import DequantizedWeights, QuantizedWeights
 from forge_parallel.model.parallel_model import ParallelModel
@@ -38,6 +39,8 @@ class FrozenBase:
         self._model: Any = job.model
         self._seed, self._registry = job.job.seed, registry
         self.weights = open_base(job.model, job.start, registry)
+        labels = getattr(job.model, "labels", ())
+        self._has_head = bool(labels) and has_head(labels, self.weights)
         names = names_of(job.model, self.weights)
         own = {
             name: tensor_hash(name, self.weights.tensors[name], self.weights.read([name])[name])
@@ -96,7 +99,9 @@ class FrozenBase:
             if name not in parts.adapter or not piece.local.numel():
                 continue
             extent = tuple(piece.local.shape)
-            if adapter is not None:
+            if adapter is None and name == HEAD and self._has_head:
+                piece.local.copy_(self.weights.box(name, piece.offset, extent))
+            elif adapter is not None:
                 piece.local.copy_(adapter.box(name, piece.offset, extent))
             elif name in parts.tuned:
                 piece.local.copy_(self.weights.box(name, piece.offset, extent))

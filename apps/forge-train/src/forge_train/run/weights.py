@@ -6,7 +6,7 @@ that do not fit. Tensors that are not taken are initialized from `job.seed` and 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.data import Tokenizer
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
+from forge_models.classification import HEAD, has_head
 from forge_models.hf.reader import GENERATION
 from forge_models.lora_weights import MergedWeights
 from forge_parallel.model.parallel_model import ParallelModel
@@ -84,7 +85,19 @@ class InitialWeights:
         ignored = getattr(self._job.model, FROM_HF_IGNORE, ())
         weights = self._registry.load("forge.converters", "hf")(ignore=ignored).build().read(Path(folder))
         self.notes += [f"{folder}: {note}" for note in weights.facts.notes]
-        fill_from(weights, model)
+        labels = getattr(self._job.model, "labels", ())
+        if not labels or has_head(labels, weights):
+            fill_from(weights, model)
+            return
+        taken = {name: name for name in weights.tensors if name != HEAD}
+        if lost := sorted({name for name, tensor in model.parameters_held()} - {*taken, HEAD}):
+            raise ForgeError(f"{folder} does not fit [model]; remove the keys of [model] that differ: it lacks {_some(lost)}")
+        left = check_start(taken, weights, model)
+        if left:
+            raise ForgeError(f"{folder} does not fit [model]; remove the keys of [model] that differ: it also has {_some(left)}")
+        initialize(model, self._job.job.seed)
+        copy_tensors(taken, weights, model)
+        self.notes.append(_new_head(labels))
 
     def _take(self, start: Start, model: ParallelModel) -> None:
         """Loads the tensors that `[start]` selects. If the model's component has a method `starts_from(weights)`, it selects the
@@ -105,6 +118,9 @@ class InitialWeights:
                 f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
                 f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
             )
+        labels = getattr(component, "labels", ())
+        if labels and HEAD in taken and not has_head(labels, weights):
+            del taken[HEAD]
         left = check_start(taken, weights, model)
         drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in self._parts]
         check_drawn(drawn, left, start, weights, len(model.specs.tensors))
@@ -147,6 +163,10 @@ def own_weights(model: Any) -> Weights | None:
     """Returns the weights that the component of a whole model comes with, by its method `weights()`; None without any."""
     given: Callable[[], Weights | None] | None = getattr(model, "weights", None)
     return None if given is None else given()
+
+
+def _new_head(labels: Sequence[str]) -> str:
+    return f"the head is new: {len(labels)} labels ({', '.join(labels)}), drawn from job.seed"
 
 
 _SHOWN = 20

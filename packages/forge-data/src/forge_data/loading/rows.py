@@ -128,7 +128,7 @@ class TokenRows:
         return cls(buffers.take((cls.size_of(count, length, marks),), np.uint8), count, length, marks)
 
     def fill(self, at: np.ndarray, cut: RowWindows) -> None:
-        """Writes rows `at` (N,) int64 from N windows."""
+        """Writes rows `at` (N,) int64 from N windows. Labeled texts have their label at the last token of each, and no other."""
         shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
         if cut.learned is not None:
             self.labels[at] = np.where(cut.learned[:, 1:], self.labels[at], IGNORE)
@@ -139,6 +139,10 @@ class TokenRows:
         if cut.filled is not None:
             for row in np.flatnonzero(cut.filled < self.labels.shape[1]).tolist():
                 self.pad(int(at[row]), int(cut.filled[row]))
+        if cut.classes is not None:
+            self.labels[at] = IGNORE
+            last = cut.columns - 1
+            self.labels[at[cut.rows], last] = cut.classes[cut.rows, last].astype(np.int64) - 1
 
     def pad(self, row: int, column: int) -> None:
         """Marks a row as padding from a column on, and removes the label of the last token before it."""

@@ -245,6 +245,8 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
         raise DataError(
             f"source {label!r}: too_long = 'truncate' would cut one answer of a preference pair; set 'error' or 'skip'"
         )
+    if spec.pairs is not None:
+        _refuse_labels(spec, label, source)
     if spec.data.packing == "concatenate":
         if isinstance(source, SourceWithItems | SourceWithMask):
             what = source.extras[0] if isinstance(source, SourceWithItems) else "a loss mask"
@@ -267,6 +269,30 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
         + (f"{summary['truncated_documents']:,} {what} longer than a row were cut" if too_long != "skip" else "")
     )
     return packing
+
+
+def _refuse_labels(spec: LoadSpec, label: str, source: Any) -> None:
+    """Refuses a source whose labels are not those of the model, and rows in which labeled texts would see each other.
+
+    Raises:
+        DataError: the message says what to change.
+    """
+    labels, wanted = tuple(getattr(source, "labels", ())), tuple(getattr(spec.model, "labels", ()))
+    if labels != wanted and not labels:
+        raise DataError(
+            f"source {label!r} ({source.name}) has no labels, but the model is a classifier (model.labels is set); use a source "
+            "'labeled', or remove model.labels"
+        )
+    if labels != wanted:
+        raise DataError(
+            f"source {label!r} ({source.name}) has the labels {', '.join(labels)}, but model.labels has "
+            f"{', '.join(wanted) or 'none'}; set both to the same names in the same order"
+        )
+    if labels and not spec.masked and spec.data.packing != "pad":
+        raise DataError(
+            f"source {label!r}: labeled texts in one row would see each other; set data.documents = 'mask' or "
+            "data.packing = 'pad'"
+        )
 
 
 def _refuse_too_long(label: str, too_long: str | None) -> None:

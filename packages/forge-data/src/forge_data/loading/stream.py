@@ -234,7 +234,10 @@ class TrainingStream:
         }
 
     def entropy(self) -> float | None:
-        """Returns the unigram entropy of the mixture in nats per token, including end-of-document tokens; None with a stream."""
+        """Returns the unigram entropy of the mixture in nats per token, including end-of-document tokens; None with a stream,
+        and for labeled texts, whose tokens are not predicted."""
+        if any(getattr(source, "labels", ()) for source in self.sources):
+            return None
         counted = [source for source in self.sources if not isinstance(source, StreamedSource)]
         if len(counted) < len(self.sources):
             return None

@@ -22,6 +22,7 @@ class RowWindows(NamedTuple):
         columns: (K,) int64 column of each document end, 1 <= column <= T: token `column` of the window begins a new document.
         filled: (N,) int64 number of tokens of each row, followed by padding; None if every row is full.
         learned: (N, T + 1) bool, whether each token is predicted; None if all are.
+        classes: (N, T + 1) uint8, for labeled texts: 1 + the label of the document of each token, 0 without one; None otherwise.
     """
 
     windows: np.ndarray
@@ -29,6 +30,7 @@ class RowWindows(NamedTuple):
     columns: np.ndarray
     filled: np.ndarray | None = None
     learned: np.ndarray | None = None
+    classes: np.ndarray | None = None
 
 
 class Packing(Protocol):

@@ -44,6 +44,7 @@ class PlannedPacking:
     def __init__(self, source: Source, length: int, path: Path) -> None:
         self.source = source
         self.pairs = _has_pairs(source)
+        self._labeled = bool(getattr(source, "labels", ()))
         self.length = length
         self.summary: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
         self.rows = self.ragged = int(self.summary["rows"])
@@ -61,12 +62,13 @@ class PlannedPacking:
         lengths = (stored & ~_GOES_ON).astype(np.int64)
         stops = np.cumsum(lengths)
         stops -= np.repeat((stops - lengths)[heads], counts)  # columns, restarting at 0 in each row
-        windows, learned = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
+        windows, mask = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
         ends = rows[whole], stops[whole]
         if self.pairs:
             ends = np.repeat(rows, 2), np.stack((stops - lengths + self._chosen(pieces), stops), axis=1).reshape(-1)
-        return RowWindows(windows, *ends, stops[heads + counts - 1], learned)
+        learned, classes = (None, mask) if self._labeled else (mask, None)
+        return RowWindows(windows, *ends, stops[heads + counts - 1], learned, classes)
 
     def _chosen(self, pieces: np.ndarray) -> np.ndarray:
         """Returns the length of the first document of each preference pair (N,) int64."""
@@ -135,12 +137,13 @@ class PlannedPacking:
         places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
         windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
         masked = self.source if isinstance(self.source, SourceWithMask) else None
-        learned = None if masked is None else np.zeros(windows.shape, dtype=bool)
+        mask = None if masked is None else np.zeros(windows.shape, dtype=np.uint8 if self._labeled else bool)
+        read_mask: Any = getattr(self.source, "classes" if self._labeled else "learned", None)
         for row, column, start, stop in places:
             windows[row, column : column + stop - start] = read(start, stop)
-            if masked is not None and learned is not None:
-                learned[row, column : column + stop - start] = masked.learned(start, stop)
-        return windows, learned
+            if mask is not None:
+                mask[row, column : column + stop - start] = read_mask(start, stop)
+        return windows, mask
 
 
 def planned(

@@ -34,6 +34,7 @@ from forge_core.files import publish, sync, write_file
 from forge_core.protocols.data import Tokenizer
 from forge_data.chat import records as conversations
 from forge_data.chat.masks import EncodedExample
+from forge_data.sources import labeled
 from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.storage import npy
 from forge_data.storage.files import find_one
@@ -52,7 +53,7 @@ class EncodedDocuments(NamedTuple):
         ids: ids including end-of-document tokens.
         ends: end of each document.
         text_bytes: size of the text in bytes.
-        learned: for conversations: whether each token is trained.
+        learned: for conversations: whether each token is trained; for labeled texts: 1 + the label of each token's document.
         turns, ended: for conversations: number of trained turns, and of those that end with a stop token.
     """
 
@@ -131,6 +132,9 @@ def tokenize_part(directory: Path, job: PreparationJob, number: int, tokenizer: 
     if job.wanted.reader == conversations.READER:
         assert tokenizer is not None, "conversations need a tokenizer"
         return write_part(directory, number, job.dtype, _conversations(job, number, tokenizer, skips), skips)
+    if job.wanted.reader == labeled.READER:
+        assert tokenizer is not None, "texts need a tokenizer"
+        return write_part(directory, number, job.dtype, _labeled(job, number, tokenizer, skips), skips)
     documents = read_part(job.parts[number], job.wanted, skips)
     portions = _ids(documents, job) if tokenizer is None else encode_documents(documents, tokenizer)
     return write_part(directory, number, job.dtype, portions, skips)
@@ -218,9 +222,10 @@ def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np
     return (ids, ends, learned) if same else None
 
 
-def encode(documents: Iterable[str], tokenizer: Tokenizer) -> EncodedDocuments:
-    """Encodes whole documents: the tokenizer's prefix, the text, its suffix, and its end-of-document token if it has one."""
-    end = () if tokenizer.eos is None else (tokenizer.eos,)
+def encode(documents: Iterable[str], tokenizer: Tokenizer, ended: bool = True) -> EncodedDocuments:
+    """Encodes whole documents: the tokenizer's prefix, the text, its suffix, and if `ended` its end-of-document token if it has
+    one."""
+    end = () if tokenizer.eos is None or not ended else (tokenizer.eos,)
     opening, closing = ([np.array(around)] if around else [] for around in (tokenizer.prefix, (*tokenizer.suffix, *end)))
     parting = getattr(tokenizer, "parting", None)
     parts: list[np.ndarray] = []
@@ -279,6 +284,14 @@ def _conversations(job: PreparationJob, number: int, tokenizer: Tokenizer, skips
             chunk, size = [], 0
     if chunk:
         yield _masked(chunk)
+
+
+def _labeled(job: PreparationJob, number: int, tokenizer: Tokenizer, skips: Skips) -> Iterator[EncodedDocuments]:
+    """Encodes the labeled texts of a part; yields them in portions."""
+    for texts, numbers in labeled.portions(job.parts[number], job.wanted, skips, CHUNK):
+        made = encode(texts, tokenizer, ended=False)
+        sizes = np.diff(made.ends, prepend=0)
+        yield made._replace(learned=np.repeat(np.array(numbers, dtype=np.uint8) + np.uint8(1), sizes))
 
 
 def _masked(documents: list[EncodedExample]) -> EncodedDocuments:

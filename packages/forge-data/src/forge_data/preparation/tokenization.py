@@ -37,6 +37,7 @@ from forge_data.preparation.job import (
     write_job,
     write_part,
 )
+from forge_data.sources import labeled
 from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.sources.store import MANIFEST, VERSION, MaskEntry, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for
@@ -275,6 +276,9 @@ def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable
 
 def trained_text(mask: MaskEntry, tokens: int) -> str:
     """Returns what is trained, for messages."""
+    if mask.labels:
+        counted = zip(mask.labels, mask.documents, strict=True)
+        return f" ({', '.join(f'{count} {name}' for name, count in counted)})"
     share = f", {mask.trained / tokens:.1%} of them trained"
     return f"{share} ({mask.turns} turns, {mask.ended} of which end with a stop token)"
 
@@ -285,6 +289,8 @@ def _mask(job: PreparationJob, parts: list[Done], source: str) -> MaskEntry | No
     Raises:
         DataError: no trained turn ends with a stop token.
     """
+    if job.wanted.reader == labeled.READER:
+        return MaskEntry("labels", labels=tuple(job.wanted.options["labels"]))
     settings = conversations.settings_of(job.wanted)
     if settings is None:
         return None

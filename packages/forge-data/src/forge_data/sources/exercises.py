@@ -8,7 +8,7 @@ function of kind, number and seed.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -55,6 +55,21 @@ def exercises(count: int, letters: int, seed: int, tasks: Sequence[str]) -> Iter
         yield prompt, right, wrong
 
 
+def labeled_exercises(count: int, letters: int, seed: int, tasks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields (text, task) of `count` different exercises, such as ("plum: mulp", "Reverse"). A word whose solution is that of
+    several `tasks`, such as a palindrome, is left out."""
+    draw, seen, names = Random(seed), set[str](), list(tasks)
+    while len(seen) < count:
+        task = draw.choice(names)
+        word = _word(draw, letters)
+        solution = TASKS[task](word)
+        text = f"{word}: {solution}"
+        if text in seen or any(TASKS[name](word) == solution for name in names if name != task):
+            continue
+        seen.add(text)
+        yield text, task
+
+
 def _word(draw: Random, letters: int) -> str:
     sizes = draw.randint(SHORTEST, letters), draw.randint(SHORTEST, letters)
     return "".join(draw.choice(ascii_lowercase) for _ in range(max(sizes)))  # there are more long words
@@ -74,10 +89,7 @@ def write_exercises(folder: Path, pairs: bool, count: int, letters: int, seed: i
     Raises:
         DataError: a task is not known, there are too few words, or the file cannot be written.
     """
-    if unknown := [name for name in tasks if name not in TASKS]:
-        raise DataError(f"task {unknown[0]!r} is not known; known are {', '.join(TASKS)}")
-    if count > most(letters, len(tasks)):
-        raise DataError(f"there are not {count} exercises with words of up to {letters} letters; lower count, or raise letters")
+    _check(count, letters, tasks)
     path = folder / f"exercises-{'pairs' if pairs else 'solutions'}-{count}-{letters}-{seed}-{'-'.join(tasks)}.jsonl"
     if path.is_file():
         return str(path)
@@ -85,8 +97,28 @@ def write_exercises(folder: Path, pairs: bool, count: int, letters: int, seed: i
         {"prompt": prompt, "chosen": right, "rejected": wrong} if pairs else {"prompt": prompt, "completion": right}
         for prompt, right, wrong in exercises(count, letters, seed, tasks)
     )
+    return _written(path, records)
+
+
+def write_labeled(folder: Path, count: int, letters: int, seed: int, tasks: Sequence[str]) -> str:
+    """Writes labeled exercises into a folder, unless they are there, and returns the path of the file; see `write_exercises`."""
+    _check(count, letters, tasks)
+    path = folder / f"exercises-labeled-{count}-{letters}-{seed}-{'-'.join(tasks)}.jsonl"
+    if path.is_file():
+        return str(path)
+    return _written(path, ({"text": text, "label": task} for text, task in labeled_exercises(count, letters, seed, tasks)))
+
+
+def _check(count: int, letters: int, tasks: Sequence[str]) -> None:
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise DataError(f"task {unknown[0]!r} is not known; known are {', '.join(TASKS)}")
+    if count > most(letters, len(tasks)):
+        raise DataError(f"there are not {count} exercises with words of up to {letters} letters; lower count, or raise letters")
+
+
+def _written(path: Path, records: Iterable[Mapping[str, str]]) -> str:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error

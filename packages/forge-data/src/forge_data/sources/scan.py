@@ -30,7 +30,10 @@ def portions(source: Source, tokens: int = PORTION) -> Iterator[tuple[int, np.nd
 
 
 def mask_of(source: Source, start: int, stop: int) -> np.ndarray | None:
-    """Returns (stop - start,) bool: whether each token is trained; None for a source without a loss mask."""
+    """Returns (stop - start,) bool: whether each token is trained; None for a source without a loss mask. Of labeled texts,
+    uint8: 1 + the label of each token's document."""
+    if getattr(source, "labels", ()):
+        return source.classes(start, stop)  # type: ignore[attr-defined]
     return source.learned(start, stop) if isinstance(source, SourceWithMask) else None
 
 

@@ -3,7 +3,8 @@
     manifest.json      describes the files of the store
     shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
     shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
-    shard-00000.learned.bin  a byte per token, 1 if it is trained; only in stores with a loss mask
+    shard-00000.learned.bin  a byte per token, 1 if it is trained; only in stores with a loss mask. In a store of labeled texts,
+                       1 + the number of the document's label
     counts.npy         uint64 counts of every token id; with a loss mask, of the trained ones
     tokenizer.json     copy of the tokenizer, if the writer had one
 
@@ -31,6 +32,8 @@ FORMAT = "forge-token-store"
 VERSION = 1
 MASKED = 2
 """Version of stores with a loss mask, which older versions of Forge would train on everywhere."""
+LABELED = 3
+"""Version of stores of labeled texts."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 COUNTS = "counts.npy"
@@ -68,12 +71,14 @@ class MaskEntry:
 
     Attributes:
         layout: `rows`: each document is trained on its own; `pairs`: documents 2 p and 2 p + 1 are the chosen and the rejected
-            answer of pair p.
+            answer of pair p; `labels`: each document has one of the `labels`.
         trained: number of trained tokens.
         turns: number of trained turns of an assistant; 0 if unknown.
         ended: number of trained turns that end with a stop token.
         stops: id of each stop token -> [number of trained ones, number in the store].
         pad: id of the tokenizer's pad token, or None if it has none.
+        labels: names of the labels, in the order of their numbers.
+        documents: number of documents of each label.
     """
 
     layout: str = "rows"
@@ -82,6 +87,8 @@ class MaskEntry:
     ended: int = 0
     stops: dict[str, list[int]] = field(default_factory=dict)
     pad: int | None = None
+    labels: tuple[str, ...] = ()
+    documents: tuple[int, ...] = ()
 
     def fault(self) -> str:
         """Returns why a model trained on the store would not learn to stop; empty if it would."""
@@ -133,7 +140,7 @@ class StoreManifest:
         parts = [self.dtype, self.tokenizer.sha256 if self.tokenizer else ""]
         parts += [f"{shard.data.xxh3} {shard.ends.xxh3}" for shard in self.shards]
         if self.mask is not None:
-            parts += [self.mask.layout, *(shard.learned.xxh3 for shard in self.shards if shard.learned)]
+            parts += [self.mask.layout, *self.mask.labels, *(shard.learned.xxh3 for shard in self.shards if shard.learned)]
         return sha256("\n".join(parts).encode()).hexdigest()
 
     def as_json(self) -> str:
@@ -144,7 +151,10 @@ class StoreManifest:
             del content["mask"]
             for shard in content["shards"]:
                 del shard["learned"]
-        return json.dumps({"format": FORMAT, "version": MASKED if self.mask else VERSION, **content}, indent=1) + "\n"
+        elif not self.mask.labels:  # as in stores that predate labels
+            del content["mask"]["labels"], content["mask"]["documents"]
+        version = VERSION if self.mask is None else LABELED if self.mask.labels else MASKED
+        return json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> StoreManifest:
@@ -170,10 +180,10 @@ def read_manifest(directory: Path) -> StoreManifest:
 
 
 def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
-    if content["format"] != FORMAT or content["version"] not in (VERSION, MASKED):
+    if content["format"] != FORMAT or content["version"] not in (VERSION, MASKED, LABELED):
         actual = f"{content['format']} version {content['version']}"
-        raise DataError(f"{path} has format {actual}; this Forge reads {FORMAT} version {VERSION} and {MASKED}")
-    masked = content["version"] == MASKED
+        raise DataError(f"{path} has format {actual}; this Forge reads {FORMAT} version {VERSION} to {LABELED}")
+    masked = content["version"] in (MASKED, LABELED)
     if content["dtype"] not in DTYPES:
         raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
     counts = [content["tokens"], content["documents"]]
@@ -207,8 +217,13 @@ def _parse_manifest(content: dict[str, Any], path: Path) -> StoreManifest:
         source=content["source"],
         creator=content["creator"],
         request=content.get("request"),
-        mask=MaskEntry(**content["mask"]) if masked else None,
+        mask=_mask_of(content["mask"]) if masked else None,
     )
+
+
+def _mask_of(entry: dict[str, Any]) -> MaskEntry:
+    listed = {name: tuple(entry[name]) for name in ("labels", "documents") if name in entry}
+    return MaskEntry(**{**entry, **listed})
 
 
 class StoreSource:
@@ -242,6 +257,7 @@ class StoreSource:
             masks = [(shard.learned, shard.tokens) for shard in self.manifest.shards if shard.learned]
             self._mask = Shards([Shard(self._file(entry), tokens) for entry, tokens in masks], np.dtype(np.uint8))
             self.learned = self._learned  # only stores with a mask have the method
+        self.labels = self.manifest.mask.labels if self.manifest.mask is not None else ()
         self.fingerprint = self._sampled()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -278,8 +294,19 @@ class StoreSource:
         return npy.load(self._file(self.manifest.counts), _U8, _ADVICE).astype(np.int64)
 
     def _learned(self, start: int, stop: int) -> np.ndarray:
-        """See `SourceWithMask.learned`."""
+        """See `SourceWithMask.learned`; True for all tokens of labeled texts."""
         return self._mask.read(start, stop).astype(bool)
+
+    def classes(self, start: int, stop: int) -> np.ndarray:
+        """Returns (stop - start,) uint8, for a store of labeled texts: 1 + the number of the label of each token's document.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        found = self._mask.read(start, stop)
+        if len(found) and not 1 <= int(found.min()) <= int(found.max()) <= len(self.labels):
+            raise DataError(f"{self.path}: a token has no label, or an unknown one; {_ADVICE}")
+        return found
 
     def verify(self) -> list[str]:
         """Compares all content with the manifest; returns one message per fault, with file and offset."""

@@ -77,6 +77,7 @@ class StoreWriter:
         self.mask = mask
         self._learned: io.BufferedWriter | None = None
         self._stops = {int(index): [0, 0] for index in mask.stops} if mask else {}
+        self._labeled = np.zeros(len(mask.labels) if mask else 0, dtype=np.int64)
         self._shards: list[ShardEntry] = []
         self._counts = np.zeros(0, dtype=np.int64)
         self._text_bytes: int | None = 0
@@ -106,7 +107,8 @@ class StoreWriter:
             ends: end of each document in `ids`, strictly ascending; the last is n.
             text_bytes: size of the text of these documents.
             learned: (n,) bool, whether each token is trained; required by a store with a loss mask. The first token of a document
-                never is, because nothing predicts it.
+                never is, because nothing predicts it. In a store of labeled texts, (n,) uint8: 1 + the number of the label of
+                each token's document.
 
         Raises:
             DataError: an id does not fit the dtype, or the disk is full.
@@ -121,15 +123,19 @@ class StoreWriter:
             raise DataError(f"token id {low if low < 0 else high} does not fit {self.dtype.name}; choose a larger dtype")
         if (learned is None) != (self.mask is None):
             raise ValueError("a store with a loss mask needs `learned`, and another store must not have it")
-        if learned is not None:
+        labeled = bool(self.mask and self.mask.labels)
+        if learned is not None and len(learned) != len(ids):
+            raise ValueError(f"learned has {len(learned)} values, but there are {len(ids)} ids")
+        if learned is not None and labeled:
+            learned = np.array(learned, dtype=np.uint8)
+            self._add_labels(learned, ends)
+        elif learned is not None:
             learned = np.array(learned, dtype=bool)
-            if len(learned) != len(ids):
-                raise ValueError(f"learned has {len(learned)} values, but there are {len(ids)} ids")
             learned[np.concatenate([[0], ends[:-1]])] = False
             for index, counts in self._stops.items():
                 counts[0] += int(np.count_nonzero(ids[learned] == index))
                 counts[1] += int(np.count_nonzero(ids == index))
-        self._count(ids if learned is None else ids[learned], high)
+        self._count(ids if learned is None or labeled else ids[learned], high)
         self._text_bytes = None if text_bytes is None or self._text_bytes is None else self._text_bytes + text_bytes
         ids = ids.astype(self.dtype)
         done, document = 0, 0
@@ -157,7 +163,7 @@ class StoreWriter:
         mask = self.mask
         if mask is not None:
             stops = {str(index): counts for index, counts in self._stops.items()}
-            mask = replace(mask, trained=int(self._counts.sum()), stops=stops)
+            mask = replace(mask, trained=int(self._counts.sum()), stops=stops, documents=tuple(self._labeled.tolist()))
         tokenizer = self.tokenizer
         entry = None
         if tokenizer is not None:
@@ -186,6 +192,15 @@ class StoreWriter:
         except OSError as error:
             raise DataError(f"{self.path} cannot be written: {error.strerror or error}") from error
         return manifest
+
+    def _add_labels(self, classes: np.ndarray, ends: np.ndarray) -> None:
+        """Counts the documents of each label, from 1 + the label of each token."""
+        of_document = classes[ends - 1]
+        if (np.repeat(of_document, np.diff(ends, prepend=0)) != classes).any():
+            raise ValueError("all tokens of a document must have its label")
+        if not 1 <= int(classes.min()) <= int(classes.max()) <= len(self._labeled):
+            raise ValueError(f"labels must be numbers from 0 to {len(self._labeled) - 1}")
+        self._labeled += np.bincount(of_document.astype(np.int64) - 1, minlength=len(self._labeled))
 
     @property
     def _tokens(self) -> int:

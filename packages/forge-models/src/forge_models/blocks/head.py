@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from forge_core.batch import IGNORE
+from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossHead, LossTerms, Objective
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.layers import unfilled
@@ -301,6 +302,17 @@ class Head(nn.Module):
         total, nll, z = self.core(rows, self.weight, labels.flatten(), z_loss, self.soft_cap, **more)
         return total, nll.view(labels.shape), z.view(labels.shape)
 
+    def predicted(self, hidden: Tensor) -> Tensor:
+        """(B, T, embed) -> (B, T) int64: the row of the projection with the largest logit.
+
+        Raises:
+            ForgeError: a plugin has replaced the loss head by one that has no `best`.
+        """
+        best = getattr(self.core, "best", None)
+        if best is None:
+            raise ForgeError(f"loss head {type(self.core).__name__} has no `best`, which classification needs; use another one")
+        return best(self._scaled(hidden).flatten(0, -2), self.weight).view(hidden.shape[:-1])
+
     def _scaled(self, hidden: Tensor) -> Tensor:
         # the factor on logits is on their input, which is smaller
         return hidden if self.multiplier == 1 else hidden * self.multiplier
@@ -347,6 +359,21 @@ class ChunkedCrossEntropy:
         """Returns a loss head that allocates, keeps and exchanges the same, but skips blocks in the middle of a chunk where each
         repeats the memory of the one before. Its values are undefined; a dry run has none."""
         return replace(self, sampled=True)
+
+    def best(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Returns (N,) int64: the row of the whole projection with the largest logit, the same on all ranks.
+
+        `hidden` and `weight` are as for a call; a soft cap would change nothing.
+        """
+        rows = self.rows or chunk_rows(len(weight), hidden.shape[1], hidden.element_size())
+        found = [(part @ weight.T).max(1) for part in hidden.split(max(1, rows))]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        value = torch.cat([each.values for each in found]).to(wide)
+        index = torch.cat([each.indices for each in found]) + self.first
+        if self.gather is None:
+            return index
+        values, indices = self.gather(torch.stack((value, index.to(wide)))).unbind(1)  # ids of labels are exact in fp32
+        return indices.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ from forge_core.features import Feature
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.components.lora import LoRAConfig
+from forge_models.components.lora import TUNED, LoRAConfig
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
@@ -113,6 +113,10 @@ class DecoderConfig(Component):
     """Multi-token prediction in training; when absent, only the next token is predicted."""
     lora: Annotated[LoRAConfig | None, Feature("lora", unless=None, plane="model")] = None
     """Low-rank adapters; all other parameters are then a frozen base. When absent, all parameters are trained."""
+    labels: Annotated[tuple[str, ...], Feature("classification", unless=(), plane="model")] = ()
+    """Names of the labels of a classifier, in the order of their numbers. When absent, the model predicts tokens. A classifier
+    has a head of labels instead of words, which objective `classification` trains: a new one, unless the weights that it starts
+    from have one for these labels. `tied_embeddings`, `soft_cap` and `logit_multiplier` do not affect it."""
     from_hf: Annotated[str | None, FREE, Place] = None
     """Folder in the Hugging Face format whose weights the run starts from; keys that are absent here come from its
     config.json."""
@@ -133,6 +137,7 @@ class DecoderConfig(Component):
             replace(small, learned_positions=True, attention=GQA(nope_every=1)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
+            replace(small, labels=("a", "b", "c"), tied_embeddings=True),
         )
 
     def __post_init__(self) -> None:
@@ -152,6 +157,8 @@ class DecoderConfig(Component):
             check: Any = getattr(part, "check", None)
             if check is not None:
                 check(shape.context(0))
+        if self.labels:
+            self._check_labels()
         if self.mtp is not None and not shape.causal:
             raise ValueError(
                 "attention.causal = false does not support [model.mtp], because a token already sees those that MTP modules "
@@ -182,6 +189,20 @@ class DecoderConfig(Component):
             hidden, experts = shape.matrices()
             lora.check([*hidden, *experts])
             lora.check_format(hidden | experts)
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """Names of the parameters that are trained whole beside an adapter: those of `lora.train`, and the head of a classifier."""
+        named = () if self.lora is None else self.lora.tuned
+        return tuple(dict.fromkeys((*named, TUNED["head"]))) if self.labels else named
+
+    def _check_labels(self) -> None:
+        if len(set(self.labels)) < len(self.labels) or len(self.labels) < 2 or "" in self.labels:
+            raise ValueError(f"labels {list(self.labels)} must be at least two different names")
+        if type(self) is not DecoderConfig:
+            raise ValueError(f"labels make a classifier of text, but this is a {type(self).__name__}; remove them")
+        if self.mtp is not None:
+            raise ValueError("labels make a classifier, for which [model.mtp] has no tokens to predict; remove one")
 
     def _check_size(self, shape: DecoderShape) -> None:
         if (size := shape.elements) > MOST_ELEMENTS:
@@ -220,7 +241,7 @@ class DecoderConfig(Component):
             vocab_size=self.vocab_size,
             max_length=self.max_length,
             rope=self.rope,
-            tied_embeddings=self.tied_embeddings,
+            tied_embeddings=self.tied_embeddings and not self.labels,
             learned_positions=self.learned_positions,
             soft_cap=self.soft_cap,
             norm_placement=self.norm_placement,
@@ -237,6 +258,7 @@ class DecoderConfig(Component):
             mtp_depth=0 if self.mtp is None else self.mtp.depth,
             mtp_weight=0.0 if self.mtp is None else self.mtp.weight,
             mtp_schedule=None if self.mtp is None else self.mtp.schedule,
+            labels=len(self.labels),
         )
 
     def _default_ffn_dim(self, mlp: Component) -> int:
@@ -261,7 +283,7 @@ class DecoderConfig(Component):
         model = decoder.Decoder(shape)
         matrices = matrices_of(model)
         attach(model, self.lora.matched(matrices), self.lora)
-        model.adapted, model.tuned = True, self.lora.tuned
+        model.adapted, model.tuned = True, self.tuned
         for name in model.tuned:
             model.get_parameter(name).requires_grad_(True)
         if self.lora.base_format != "full":

@@ -75,6 +75,8 @@ class GgufConverter(Component):
         """
         if path.exists():
             raise Unsupported(f"{path} exists; choose another name")
+        if getattr(weights.model, "labels", ()):
+            raise Unsupported("a GGUF file has no classifier; write a folder in the Hugging Face format (--to hf)")
         architecture, tensors = self._plan(weights)
         assert isinstance(weights.model, DecoderConfig)
         folder = weights.facts.tokenizer if self.tokenizer is None else Path(self.tokenizer)

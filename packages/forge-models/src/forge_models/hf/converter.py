@@ -101,10 +101,13 @@ class HfConverter(Component):
             return other.reference(path, tokens, extras)
         import torch
 
-        model = opened(path, "AutoModelForCausalLM")
+        classifies = "id2label" in read_config(path)
+        model = opened(path, "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM")
         if isinstance(model, str):
             return model
         with torch.no_grad():
+            if classifies:  # the class itself returns the logits of the last token only
+                return model.score(getattr(model, model.base_model_prefix)(tokens).last_hidden_state)
             return model(tokens).logits
 
 

@@ -12,6 +12,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import Hybrid, RecurrentLayer
 from forge_models.hf.config import Allowed, Keys, Unsupported
+from forge_models.hf.labels import KEYS, classifier_of, keys_of, labels_in
 from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
 from forge_models.hf.recurrent import fused_places
 from forge_models.hf.rope import meaning, read_rope, write_rope
@@ -96,8 +97,12 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
         ConfigError: keys are missing, wrong, or not implemented, or an entry of `ignore` is not such a key; names all of them.
         Unsupported: the keys are valid, but not in combination.
     """
+    labels: tuple[str, ...] = ()
+    if values.get("architectures") == [classifier_of(family.model_type, family.architecture)]:
+        labels = labels_in(values, where)
+        values = {key: value for key, value in values.items() if key not in KEYS}
     keys = Keys(values, family.defaults, where, family.ignores, ignore)
-    fields = family.read(keys)
+    fields = {**family.read(keys), "labels": labels}
     keys.finish()
     try:
         return DecoderConfig(**fields)
@@ -107,13 +112,16 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
 
 def config_of(family: Family, decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the keys of `config.json` for `decoder`; `misfits` returns what they cannot describe."""
-    return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(decoder)
+    named, labels = {"architectures": [family.architecture], "model_type": family.model_type}, decoder.labels
+    if labels and (classifier := classifier_of(family.model_type, family.architecture)) is not None:
+        named["architectures"] = [classifier]
+    return named | family.write(replace(decoder, labels=())) | (keys_of(labels) if labels else {})
 
 
 def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
-    fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier")
+    fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier", "labels")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
@@ -145,6 +153,8 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
 
 def misfits(family: Family, decoder: DecoderConfig) -> list[str]:
     """Returns what a family's `config.json` cannot describe of `decoder`; empty if reading it back returns the same model."""
+    if decoder.labels and classifier_of(family.model_type, family.architecture) is None:
+        return ["transformers has no classifier of this family"]
     try:
         again = decoder_of(family, config_of(family, decoder), family.model_type)
     except (ConfigError, Unsupported) as refusal:

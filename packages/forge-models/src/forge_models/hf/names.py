@@ -9,6 +9,7 @@ from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.hf.family import Family
+from forge_models.hf.labels import SCORE
 from forge_models.hf.layers import INDEXER_NAMES, LATENT_NAMES, ExpertNames, latent_rows, rotated_rows
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ def _shapes(model: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int
 
 
 def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> TensorPlace:
+    if name == "head.weight" and decoder.labels:
+        return TensorPlace(shape, (SCORE,))
     if (theirs := {**OUTSIDE, **family.outside}.get(name)) is not None:
         return TensorPlace(shape, (theirs,))
     blocks, layer, part, rest = name.split(".", 3)

@@ -293,6 +293,11 @@ class PeftConverter:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ForgeError(f"{path} exists and is not an empty folder; choose another")
         model: Any = weights.model
+        if getattr(model, "labels", ()):
+            raise ForgeError(
+                f"{weights.facts.origin} is a classifier, whose head is not part of an adapter's folder; write the whole model "
+                "with --merge --to hf"
+            )
         folder = Path(self.base or weights.base.facts.origin)
         if not (folder / CONFIG).is_file():
             raise ForgeError(

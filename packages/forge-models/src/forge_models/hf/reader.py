@@ -11,6 +11,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
+from forge_models.hf.labels import classifier_of
 from forge_models.hf.layers import AUXILIARY, unused_loss
 from forge_models.hf.mxfp4 import BLOCKS, QUANTIZATION, SCALES, PackedMatrices, packed_matrices
 from forge_models.hf.names import DERIVED, FUSED, OUTSIDE, TensorPlace, mtp_layers, places_in
@@ -22,7 +23,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 END = "eos_token_id"
-TOKENS = ("bos_token_id", END, "pad_token_id")
+PAD = "pad_token_id"
+TOKENS = ("bos_token_id", END, PAD)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -57,8 +59,9 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
         raise unknown_kind(values, where)
     family = FAMILIES[kind]
     architectures = values.get("architectures")
-    if architectures and architectures != [family.architecture]:
-        raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {family.architecture} is")
+    known = [family.architecture, *filter(None, [classifier_of(kind, family.architecture)])]
+    if architectures and architectures not in [[name] for name in known]:
+        raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {' and '.join(known)} are")
     return family
 
 

@@ -17,7 +17,7 @@ from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
 from forge_models.hf.names import TensorPlace, places_in
-from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, TOKENS, tokenizer_of
+from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, PAD, SINGLE, TOKENIZER_FILES, TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,8 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     chosen_family = chosen(weights.model, family, weights.facts.family)
     config = config_of(chosen_family, weights.model)
     places = places_in(chosen_family, replace(weights.model, mtp=None))
-    write_folder(path, weights, places, config, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+    usage = usage_of("AutoModelForSequenceClassification" if weights.model.labels else "AutoModelForCausalLM")
+    write_folder(path, weights, places, config, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes, usage=usage)
 
 
 def write_folder(
@@ -192,6 +193,10 @@ def _write_texts(
 ) -> None:
     tokens = special_tokens(weights, config["model_type"], tokenizer)
     tokens = {key: value for key, value in tokens.items() if value is not None or key not in required}
+    if "id2label" in config and tokens.get(PAD) is None:
+        # Without one, a classifier of transformers takes one text at a time. No text ends with the end of a document.
+        end = tokens.get(END)
+        tokens[PAD] = end[0] if isinstance(end, list) and end else end
     parameters = [name for name, place in places.items() if not place.buffer]
     dtypes = {weights.tensors[name].dtype for name in parameters}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -201,7 +206,9 @@ def _write_texts(
     text = card(weights, name, name, kind, dtype=dtype, count=count, usage=usage, origin=COMPARED)
     (folder / "README.md").write_text(text, encoding="utf-8")
     kept = tokenizer / GENERATION if tokenizer is not None else None
-    if kept is not None and kept.is_file():
+    if "id2label" in config:
+        pass  # a classifier generates nothing
+    elif kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)
     else:
         ends = {END: list(weights.facts.ends)} if weights.facts.ends else {}
