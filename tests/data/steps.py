@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ Row = tuple[Any, ...]
 
 
 def opened(data: Data, *, batch: int, ranks: int = 1, rank: int = 0, micro: int = 1, workspace: Path = Path("unused")) -> Any:
-    return open_stream(data, workspace=workspace, seed=5, global_batch=batch, micro_batch=micro, rank=rank, ranks=ranks)
+    labels = getattr(data.sources[0], "labels", ())
+    model = SimpleNamespace(labels=labels) if labels else None  # the model of labeled texts has their labels
+    shape = {"global_batch": batch, "micro_batch": micro, "rank": rank, "ranks": ranks}
+    return open_stream(data, workspace=workspace, seed=5, model=model, **shape)
 
 
 def rows_of(batches: list[Batch]) -> list[Row]:

@@ -11,6 +11,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data import Bytes, Data, Labeled, TokenStore, open_stream
 from forge_data.commands.convert import convert
+from forge_data.commands.show import show
 from forge_data.components import MOST_LABELS, Exercises
 from forge_data.loading.evaluation import training_sets
 from forge_data.preparation.tokenization import trained_text
@@ -229,3 +230,18 @@ def test_labeled_exercises_have_one_right_task(tmp_path: Path) -> None:
     assert component.labels == tasks and built(component, tmp_path).labels == tasks
     with pytest.raises(ValueError, match="pairs and labeled"):
         Exercises(labeled=True, pairs=True)
+
+
+def test_data_show_prints_the_labels_of_a_row(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[job]\nname = "x"\n[data]\nsequence_length = 64\npacking = "best_fit"\nshuffle = "none"\n'
+        'tokenizer = { name = "bytes" }\n'
+        f'[[data.sources]]\nname = "labeled"\npath = "{written(tmp_path, RECORDS)}"\nlabels = {list(LABELS)}\n'
+        "[train]\nglobal_batch = 1\nmicro_batch = 1\n"
+    )
+    found = show(str(recipe), [], 1, tmp_path / "w", lambda _: None)
+    (row,) = found["rows"]
+    texts = [piece["text"] for piece in row["pieces"] if piece["role"] != "padding"]
+    right = {record["text"]: LABELS[number] for record, number in zip(RECORDS, NUMBERS, strict=True)}
+    assert row["labels"] == [right[text] for text in texts] and row["trained"] == 0 and found["rows_without_training"] == 0

@@ -25,6 +25,7 @@ from forge_core.component import Component
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.data import SourceComponent
 from forge_core.registry import Registry
+from forge_data import example_corpus
 from forge_data.components import (
     Arrow,
     Bytes,
@@ -33,6 +34,7 @@ from forge_data.components import (
     Exercises,
     HuggingFace,
     JsonLines,
+    Labeled,
     Llmc,
     Megatron,
     Parquet,
@@ -105,6 +107,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "records": records,
         "streamed": dataclasses.replace(records, stream=True),
         "chat": Conversations(path=str(folder / "asked.jsonl"), format="prompt_completion", too_long="truncate"),
+        "labeled": Labeled(path=example_corpus.labeled(folder), labels=example_corpus.LABELS, too_long="truncate"),
         "workspace": folder / "work",
         "one": TokenStore(path=str(folder / "one")),
         "sharded": TokenStore(path=str(folder / "sharded")),
@@ -219,7 +222,7 @@ def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpor
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", [*COUNTED, "stdlib", "chat", *STREAMED])
+@pytest.mark.parametrize("kind", [*COUNTED, "stdlib", "chat", "labeled", *STREAMED])
 def test_fault_18_and_20_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
     most = 2 if kind == "streamed_huggingface" else 8  # whose library takes a second to import and to open a data set
     packing = "best_fit" if getattr(corpora[kind], "keeps_documents", False) else "concatenate"
@@ -239,7 +242,7 @@ def test_no_kind_of_source_is_left_out(corpora: dict[str, Any]) -> None:
     ours = [entry for entry in registry.of("forge.sources") if entry.distribution == "forge-data"]
     tested = {type(component) for component in corpora.values()}
     assert ours and {registry.load("forge.sources", entry.name) for entry in ours} <= tested
-    assert set(COUNTED) | set(STREAMED) | {"stdlib", "chat", "exercises", "workspace"} == corpora.keys()
+    assert set(COUNTED) | set(STREAMED) | {"stdlib", "chat", "exercises", "labeled", "workspace"} == corpora.keys()
 
 
 @given(recipe=recipes(), workers=st.sampled_from([1, 2, 8]), shape=SHAPES, kill=st.integers(0, 5))

@@ -78,7 +78,8 @@ def test_a_folder_of_transformers_is_read_and_written_with_equal_logits(kind: st
     again.config._experts_implementation = "eager"
     with torch.no_grad():
         torch.testing.assert_close(again(ids, attention_mask=mask.long()).logits, expected, rtol=0, atol=limit)
-    assert "AutoModelForSequenceClassification" in (tmp_path / "ours" / "README.md").read_text()
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert "AutoModelForSequenceClassification" in card and "pipeline_tag: text-classification" in card
     for name, tensor in HfConverter().read(tmp_path / "ours").read(list(weights.tensors)).items():
         assert torch.equal(tensor, weights.read([name])[name]), name
 

@@ -6,6 +6,7 @@ source intends.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -101,6 +102,12 @@ def roles_of(batch: Batch) -> list[np.ndarray]:
 
 def _row(batch: Batch, stream: "TrainingStream", spelled: Mapping[int, str]) -> dict[str, Any]:
     tokenizer = stream.tokenizer
+    number = 0 if batch.sources is None else int(batch.sources.rows[0])
+    names = tuple(getattr(stream.sources[number], "labels", ()))
+    given: list[str] = []
+    if names:  # labels of whole documents, which are no tokens
+        given = [names[label] for label in batch.labels[0].tolist() if label != IGNORE]
+        batch = replace(batch, labels=batch.labels.new_full(tuple(batch.labels.shape), IGNORE))
     ids, labels = batch.tokens[0].tolist(), batch.labels[0]
     roles, documents = (array.tolist() for array in roles_of(batch))
     counts = {role: roles.count(role) for role in ("trained", "context", "padding")}
@@ -110,7 +117,7 @@ def _row(batch: Batch, stream: "TrainingStream", spelled: Mapping[int, str]) -> 
     for (role, document), same in groupby(zip(roles, documents, ids, strict=True), key=lambda each: each[:2]):
         own = [each[2] for each in same]
         pieces.append(TokenSpan(role, document, own, None if tokenizer is None else text_of(own, tokenizer, spelled)))
-    source = stream.labels[0 if batch.sources is None else int(batch.sources.rows[0])]
+    source = stream.labels[number]
     held = len({document for role, document in zip(roles, documents, strict=True) if role != "padding"})
     return {
         "sample": batch.samples[0],
@@ -118,13 +125,14 @@ def _row(batch: Batch, stream: "TrainingStream", spelled: Mapping[int, str]) -> 
         "documents": held,
         **counts,
         "pieces": [piece._asdict() for piece in pieces],
+        **({"labels": given} if names else {}),
     }
 
 
 def _totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     totals = {name: sum(row[name] for row in rows) for name in ("trained", "context", "padding", "trained_after")}
     tokens = totals["trained"] + totals["context"] + totals["padding"]
-    none = sum(not row["trained"] + row["trained_after"] for row in rows)
+    none = sum(not row["trained"] + row["trained_after"] + len(row.get("labels", ())) for row in rows)
     share = (totals["trained"] + totals["trained_after"]) / tokens if tokens else 0.0
     return {"tokens": tokens, **totals, "trained_share": share, "rows_without_training": none}
 
@@ -171,7 +179,8 @@ def _facts(row: Mapping[str, Any]) -> str:
     after = ", and the first token of the next row" if row["trained_after"] else ""
     documents = f"{row['documents']} document{'s' if row['documents'] != 1 else ''}"
     roles = f"{row['trained']} trained{after}, {row['context']} context, {row['padding']} padding"
-    return f"sample {row['sample']} of {row['source']}, {size} tokens: {roles}; {documents}"
+    labels = f", labeled {', '.join(row['labels'])}" if "labels" in row else ""
+    return f"sample {row['sample']} of {row['source']}, {size} tokens: {roles}; {documents}{labels}"
 
 
 def _parts(pieces: Sequence[Mapping[str, Any]], color: bool) -> Iterator[tuple[str, str]]:

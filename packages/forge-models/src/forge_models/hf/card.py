@@ -103,6 +103,8 @@ def _keys(model: Component) -> dict[str, Any]:
 
 def _task(model: Component) -> str:
     images = isinstance(model, DecoderConfig) and type(model) is not DecoderConfig
+    if getattr(model, "labels", ()):
+        return "text-classification"
     return "image-text-to-text" if images else "text-generation"
 
 
