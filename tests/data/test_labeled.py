@@ -98,7 +98,7 @@ def test_a_row_alone_has_a_label_where_documents_are_not_marked(tmp_path: Path) 
 
 def test_a_pair_is_one_text(tmp_path: Path) -> None:
     records = [{"a": "it rains", "b": "it is wet", "class": "good"}, {"a": "it rains", "b": "it is dry", "class": "bad"}]
-    given = {"text": "a", "pair": "b", "label": "class"}
+    given = {"text": "a", "pair": "b", "answer": "class"}
     found = documents_of(rows(source(tmp_path, records, **given), tmp_path))
     assert found == {"it rains\nit is wet": 2, "it rains\nit is dry": 0}
     other = source(tmp_path, records, **given, separator=" => ")

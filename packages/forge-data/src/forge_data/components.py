@@ -346,7 +346,7 @@ class Labeled(SourceComponent):
     """Field that holds a second text, such as the hypothesis of a premise; it follows the first after `separator`."""
     separator: str = "\n"
     """Text between the two texts of a pair."""
-    label: str = "label"
+    answer: str = "label"
     """Field that holds the label: its name, or its number. Integers are names where names are integers, such as "1" to "5"."""
     split: Split = "all"
     """Records are assigned to `train` or `held_out` by a hash of their position in the corpus."""
@@ -376,7 +376,7 @@ class Labeled(SourceComponent):
             text=self.text,
             pair=self.pair,
             separator=self.separator,
-            label=self.label,
+            label=self.answer,
             split=self.split,
             held_out=self.held_out,
             skip=self.skip,
