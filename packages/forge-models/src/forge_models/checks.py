@@ -202,6 +202,12 @@ def adapters_fit(job: Job, layout: Layout) -> Iterator[Fault]:
         )
     if lora.base_format != "full":
         yield from _base_fits(lora.base_format, hidden, bool(experts), layout)
+        if "compile" in job.transforms:
+            yield Fault(
+                "transforms.compile",
+                f"has not been compared with model.lora.base_format = {lora.base_format!r}",
+                hint="remove it, or use base_format = 'full'",
+            )
     if "float8" in job.transforms:
         yield Fault(
             "transforms.float8", "multiplies whole layers in float8, and layers with adapters of [model.lora] are no such"
