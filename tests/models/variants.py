@@ -109,6 +109,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention": GQA(qkv_bias=True, output_bias=True),
         "residual_multiplier": 0.7,
     },
+    "attention_only": {"attention_only": (0,), "norm_placement": "sandwich"},
+    "sparse_or_attention_only": {"attention_only": (1,), "moe": MoEConfig(experts=4, shared=1, ffn_dim=24)},
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "shared_key_heads": {

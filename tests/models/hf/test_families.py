@@ -94,6 +94,18 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         | {"vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "attention_bias": False}
         | {"router_aux_loss_coef": 0.001, "tie_word_embeddings": False},
     ),
+    # Keys of nvidia/Nemotron-H-8B-Base-8K; the number is that of transformers for them.
+    "nemotron_h": (
+        8_100_852_736,
+        {"hidden_size": 4096, "intermediate_size": 21504, "num_hidden_layers": 52, "num_attention_heads": 32}
+        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_key_value_heads": 8}
+        | {"attention_head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+        | {"conv_kernel": 4, "expand": 2, "chunk_size": 128, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+        | {"layer_norm_epsilon": 1e-05, "rms_norm_eps": 1e-05, "vocab_size": 131072, "max_position_embeddings": 8192}
+        | {"time_step_min": 0.001, "time_step_max": 0.1, "time_step_floor": 0.0001, "time_step_rank": 256}
+        | {"use_bias": False, "use_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False, "attention_bias": False}
+        | {"sliding_window": None, "tie_word_embeddings": False, "residual_in_fp32": False, "num_logits_to_keep": 1},
+    ),
     "deepseek_v3": (
         671_026_404_352,
         {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
@@ -226,6 +238,21 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("olmo_hybrid", "linear_conv_kernel_dim", 0),
         ("olmo_hybrid", "linear_allow_neg_eigval", 2),
         ("olmo_hybrid", "sliding_window", 6),
+        ("nemotron_h", "layers_block_type", ["mlp", "linear_attention", "full_attention", "mlp"]),
+        ("nemotron_h", "layers_block_type", ["linear_attention", "mlp", "mlp", "full_attention"]),
+        ("nemotron_h", "layers_block_type", ["linear_attention", "mlp", "sliding_attention", "mlp"]),
+        ("nemotron_h", "layers_block_type", []),
+        ("nemotron_h", "num_hidden_layers", 5),
+        ("nemotron_h", "mlp_hidden_act", "silu"),
+        ("nemotron_h", "mamba_hidden_act", "gelu"),
+        ("nemotron_h", "sliding_window", 4),
+        ("nemotron_h", "tie_word_embeddings", True),
+        ("nemotron_h", "attention_bias", True),
+        ("nemotron_h", "rope_theta", 10000.0),
+        ("nemotron_h-experts-biases", "moe_latent_size", 16),
+        ("nemotron_h-experts-biases", "n_shared_experts", 2),
+        ("nemotron_h-experts-biases", "mlp_bias", True),
+        ("nemotron_h-experts-biases", "moe_shared_expert_intermediate_size", 30),
         ("glm4_moe", "topk_group", 9),
         ("glm4_moe", "n_routed_experts", 0),
         ("glm4_moe", "scoring_func", "softmax"),
@@ -248,7 +275,7 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
     ],
 )
 def test_a_key_that_is_not_implemented_is_refused_by_name(kind: str, key: str, value: Any) -> None:
-    _, keys = CASES[kind]
+    kind, keys = CASES[kind]
     with pytest.raises(ConfigError) as refusal:
         decoder_of(FAMILIES[kind], sizes_of(kind) | keys | {key: value}, "here")
     assert [fault.key for fault in refusal.value.faults] == [key]

@@ -66,6 +66,17 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 INDEXER = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
+    ),
+NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "head_dim": 12,
+    "ssm_state_size": 6,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "time_step_min": 1e-6,
+}
+"""The reference limits steps in whole rows but not with a cache, so the limit is too small to matter here."""
 
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 6,
@@ -219,6 +230,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
         | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3}
         | {"rope_parameters": YARN | {"rope_theta": 700.0}},
+    ),
+    "nemotron_h": ("nemotron_h", NEMOTRON_H),
+    "nemotron_h-experts-biases": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "linear_attention"]}
+        | {"num_hidden_layers": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4}
+        | {"moe_shared_expert_intermediate_size": 40, "topk_group": 2, "routed_scaling_factor": 1.8, "use_bias": True}
+        | {"use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "time_step_min": 1e-6},
+    ),
+    "nemotron_h-experts-and-feed-forward-without-recurrent": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["full_attention", "mlp", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "norm_topk_prob": False,
+        }
+        | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20},
     ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (

@@ -258,6 +258,7 @@ class DecoderShape:
     mtp_weight: float
     mtp_schedule: Component | None
     labels: int = 0
+    attention_only: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -266,7 +267,11 @@ class DecoderShape:
 
     def has_experts(self, layer: int) -> bool:
         """Whether block `layer` has experts instead of a feed-forward layer."""
-        return self.moe is not None and self.moe.has(layer)
+        return self.moe is not None and self.moe.has(layer) and self.has_feed_forward(layer)
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether block `layer` has a feed-forward layer or experts behind its attention."""
+        return layer not in self.attention_only
 
     @property
     def causal(self) -> bool:
@@ -309,7 +314,7 @@ class DecoderShape:
     @property
     def has_dense(self) -> bool:
         """Whether any block has a feed-forward layer without experts."""
-        return not all(self.has_experts(layer) for layer in range(self.blocks))
+        return any(self.has_feed_forward(layer) and not self.has_experts(layer) for layer in range(self.blocks))
 
     @property
     def units(self) -> dict[str, int]:
@@ -368,7 +373,9 @@ class DecoderShape:
                 block = f"{depth}.block"
             hidden |= {f"{block}.attention.{name}": matrix for name, matrix in attention.matrices(context).items()}
             moe = self.moe
-            if moe is None or not moe.has(layer):
+            if not self.has_feed_forward(layer):
+                continue
+            if moe is None or not self.has_experts(layer):
                 hidden |= {f"{block}.mlp.{name}": matrix for name, matrix in mlp.matrices(context).items()}
                 continue
             if moe.shared:
@@ -388,7 +395,7 @@ class DecoderShape:
         wide = (3 if getattr(self.mlp, "gated", True) else 2) * self.dim
         moe, layers = self.moe, self.blocks
         sparse = 0 if moe is None else max(0, layers // moe.every - moe.first_dense // moe.every)
-        feed_forward = wide * self.ffn_dim * (layers - sparse)
+        feed_forward = wide * self.ffn_dim * max(0, layers - sparse - len(self.attention_only))
         if moe is not None:
             feed_forward += wide * moe.ffn_dim * (moe.experts + moe.shared) * sparse
         head = self.labels or (0 if self.tied_embeddings else self.vocab_size)

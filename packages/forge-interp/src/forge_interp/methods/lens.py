@@ -123,7 +123,8 @@ def direct_logit_attribution(
             kept |= {f"blocks.{layer}.attention.heads.{head}": one for head, one in enumerate(written)}
             added = added - written.sum(0)  # the bias, if there is one, and rounding errors
         kept[f"blocks.{layer}.attention.added"] = added
-        kept[f"blocks.{layer}.mlp.added"] = seen[f"blocks.{layer}.mlp.added"][:, 0]
+        if shape.has_feed_forward(layer):
+            kept[f"blocks.{layer}.mlp.added"] = seen[f"blocks.{layer}.mlp.added"][:, 0]
     parts = torch.stack([(value.double() * read).sum(1) for value in kept.values()])
     if constant is not None:
         kept["norm"], parts = torch.empty(0), torch.cat([parts, constant[None]])

@@ -35,6 +35,7 @@ class Block(nn.Module):
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
     second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
     With a `shared_norm` too, both parts read what one norm makes. A `sparse` block has experts instead of the feed-forward layer.
+    `attention_only` blocks end behind the attention.
     """
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
@@ -51,13 +52,16 @@ class Block(nn.Module):
         self.attention_norm: nn.Module | None = norm.build(shape.dim) if before else None
         self.attention: nn.Module = attention.build(context)
         self.attention_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
-        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and not shape.shared_norm else None
+        whole = shape.has_feed_forward(layer)
+        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and whole and not shape.shared_norm else None
         moe = shape.moe if shape.has_experts(layer) else None
         self.sparse = moe is not None
         self.indexed: bool = getattr(self.attention, "observes", False)
         self.reads = ("token_mask", "tokens") if self.sparse else ("token_mask",) if self.indexed else ()
-        self.mlp: nn.Module = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
-        self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
+        self.mlp: nn.Module | None = None
+        if whole:
+            self.mlp = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
+        self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after and whole else None
 
     def forward(
         self,
@@ -89,6 +93,9 @@ class Block(nn.Module):
             inner = self.attention(*arguments)
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
+        if self.mlp is None:
+            x = tap("residual_after", x + added)
+            return (x, None, *seen) if self.indexed else x
         if self.parallel:
             inner, x = normed if self.shares_norm else _normed(x, self.mlp_norm), x + added
         else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
@@ -13,6 +13,8 @@ from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import TUNED, LoRAConfig
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
+from forge_models.components.lora import LoRAConfig
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,6 +95,8 @@ class DecoderConfig(Component):
     shared_norm: bool = False
     """Whether the feed-forward layer reads what the norm before attention makes, so that a block with `parallel_residual` has one
     norm before its parts instead of two (GPT-J, Cohere)."""
+    attention_only: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Indices, from 0, of blocks that have no feed-forward layer behind their attention or recurrent layer (Nemotron-H)."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -135,6 +139,7 @@ class DecoderConfig(Component):
             replace(small, parallel_residual=True),
             replace(small, parallel_residual=True, shared_norm=True),
             replace(small, learned_positions=True, attention=GQA(nope_every=1)),
+            replace(small, attention_only=(0,)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
             replace(small, labels=("a", "b", "c"), tied_embeddings=True),
@@ -164,8 +169,10 @@ class DecoderConfig(Component):
                 "attention.causal = false does not support [model.mtp], because a token already sees those that MTP modules "
                 "predict; remove one"
             )
+        if missing := [layer for layer in self.attention_only if layer >= self.layers]:
+            raise ValueError(f"attention_only {missing} do not exist; the model has {self.layers} blocks, counted from 0")
         if shape.moe is not None:
-            self._check_experts(shape.moe, shape.mlp)
+            self._check_experts(shape)
         if self.lora is not None:
             self._check_lora(self.lora, shape)
 
@@ -210,10 +217,13 @@ class DecoderConfig(Component):
             name = max(USUAL, key=lambda name: asked[name] / USUAL[name])
             raise ValueError(f"{name} {asked[name]} gives {size:.1e} parameters; the limit is {MOST_ELEMENTS:.0e}")
 
-    def _check_experts(self, moe: MoEShape, mlp: Any) -> None:
-        if not any(moe.has(layer) for layer in range(self.layers)):
+    def _check_experts(self, shape: DecoderShape) -> None:
+        moe, mlp = shape.moe, shape.mlp
+        assert moe is not None
+        if not any(shape.has_experts(layer) for layer in range(self.layers)):
+            also = " and attention_only" if self.attention_only else ""
             raise ValueError(
-                f"moe gives no layer experts: first_dense {moe.first_dense} and every {moe.every} exclude all {self.layers}"
+                f"moe gives no layer experts: first_dense {moe.first_dense} and every {moe.every}{also} exclude all {self.layers}"
             )
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
             raise ValueError(f"experts are built like mlp, and {type(mlp).__name__} does not declare `activation` and `gated`")
@@ -247,6 +257,7 @@ class DecoderConfig(Component):
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,
             shared_norm=self.shared_norm,
+            attention_only=self.attention_only,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,

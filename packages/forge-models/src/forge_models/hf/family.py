@@ -10,7 +10,7 @@ from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.components.recurrent import Hybrid, RecurrentLayer
+from forge_models.components.recurrent import GDN, Hybrid, RecurrentLayer
 from forge_models.hf.config import Allowed, Keys, Unsupported
 from forge_models.hf.labels import KEYS, classifier_of, keys_of, labels_in
 from forge_models.hf.layers import ExpertNames, meaning_of_experts, windows_of
@@ -36,6 +36,7 @@ class Family(ABC):
         derived: ends of the names of further buffers that are computed from the configuration and not read.
         experts: names of experts; None: the family has none.
         recurrent: name of the recurrent layers in a layer; None: the family has none.
+        recurrent_parts: components of recurrent layers whose tensors the family has.
         recurrent_places: places of the parameters of a recurrent layer; see `forge_models.hf.recurrent`.
         mtp_layers: key with the number of MTP layers after the last one, which are not read.
         mtp_modules: beginnings of the names of tensors of MTP modules beside the layers, which are not read.
@@ -64,6 +65,7 @@ class Family(ABC):
     derived: ClassVar[tuple[str, ...]] = ()
     experts: ClassVar[ExpertNames | None] = None
     recurrent: ClassVar[str | None] = None
+    recurrent_parts: ClassVar[tuple[type[RecurrentLayer], ...]] = (GDN,)
     recurrent_places: ClassVar[Callable[..., Any]] = staticmethod(fused_places)
     mtp_layers: ClassVar[str | None] = None
     mtp_modules: ClassVar[tuple[str, ...]] = ()
@@ -82,6 +84,11 @@ class Family(ABC):
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         """Returns the keys that `read` reads, for any decoder; `misfits` detects what they cannot describe by reading them
         back."""
+
+    def layer_of(self, decoder: DecoderConfig, block: int, part: str) -> int:
+        """Returns the index of the checkpoint's layer that has part `part` of block `block`, a key of `parts`."""
+        del decoder, part
+        return block
 
 
 def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> DecoderConfig:
@@ -123,6 +130,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
     fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier", "labels")
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
+    result |= {"attention_only": tuple(sorted(set(decoder.attention_only)))}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         result["max_length"] = decoder.max_length

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.component import Component
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.components.recurrent import Hybrid
 from forge_models.hf.family import Family
 from forge_models.hf.labels import SCORE
 from forge_models.hf.layers import INDEXER_NAMES, LATENT_NAMES, ExpertNames, latent_rows, rotated_rows
@@ -153,7 +153,7 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     blocks, layer, part, rest = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
-    prefix = f"{family.layers}.{layer}"
+    prefix = f"{family.layers}.{family.layer_of(decoder, int(layer), part)}"
     if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
         prefix = f"{prefix}.{experts.part}"
         if rest.startswith("experts.") and experts.interleaved:
@@ -218,7 +218,8 @@ def _interleaved(path: str, shape: tuple[int, ...]) -> TensorPlace:
 
 
 def _recurrent(family: Family, decoder: DecoderConfig, part: Any, prefix: str, name: str, shape: tuple[int, ...]) -> TensorPlace:
-    found = family.recurrent_places(part, decoder)(name) if family.recurrent is not None and isinstance(part, GDN) else None
+    known = family.recurrent is not None and isinstance(part, family.recurrent_parts)
+    found = family.recurrent_places(part, decoder)(name) if known else None
     if found is None:
         raise KeyError(name)
     theirs, rows, count, rest = found

@@ -1,8 +1,9 @@
-"""Recurrent layers in a `config.json` and in a checkpoint: Gated DeltaNet beside full attention.
+"""Recurrent layers in a `config.json` and in a checkpoint: Gated DeltaNet or Mamba-2 beside full attention.
 
 Qwen3-Next stores q, k, v and z of a layer in one matrix, and b and a in another; each has the rows of one key head after another,
 with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1. Qwen3.5 stores q, k and v
-in one matrix, one after another, and the others alone; OLMo Hybrid stores each of these tensors alone.
+in one matrix, one after another, and the others alone; OLMo Hybrid stores each of these tensors alone. Mamba-2 stores the gate,
+x, B, C and the steps in one matrix, one after the other, and the filters of x, B and C in one tensor.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.recurrent import GDN, Hybrid
+from forge_models.components.state_space import Mamba2
 from forge_models.hf.config import Keys
 from forge_models.hf.layers import FULL
 
@@ -108,6 +110,32 @@ def joined_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place | 
             return theirs, tuple(range(*starts[letter])), whole, sizes
         theirs = (PLAIN | alone).get(name)
         return None if theirs is None else (theirs, (), 0, ())
+
+    return place
+
+
+def state_space_places(part: Mamba2, decoder: DecoderConfig) -> Callable[[str], Place | None]:
+    """Returns a function from our name of a parameter to its place in a layer of Nemotron-H."""
+    sizes = part.sizes(decoder.shape.context(0))
+    values, keys = sizes["heads"] * sizes["head_dim"], sizes["groups"] * sizes["state_dim"]
+    joint = {"z_proj": values, "x_proj": values, "b_proj": keys, "c_proj": keys, "dt_proj": sizes["heads"]}
+    filters = {"x_conv": values, "b_conv": keys, "c_conv": keys}
+    plain = {f"steps.{name}": name for name in ("A_log", "dt_bias", "D")} | {"norm.weight": "norm.weight"}
+
+    def place(name: str) -> Place | None:
+        module, _, slot = name.partition(".")
+        if name in plain:
+            return plain[name], (), 0, ()
+        if module == "o_proj":
+            return f"out_proj.{slot}", (), 0, ()
+        width = (decoder.dim,) if module in joint else (1, part.conv_width)
+        for theirs, parts in (("in_proj", joint), ("conv1d", filters)):
+            if module in parts:
+                names = list(parts)
+                start = sum(parts[other] for other in names[: names.index(module)])
+                rows = tuple(range(start, start + parts[module]))
+                return f"{theirs}.{slot}", rows, sum(parts.values()), width if slot == "weight" else ()
+        return None
 
     return place
 

@@ -147,6 +147,11 @@ class ModalityBlock(nn.Module):
                 "blocks with weights for each modality do not support attention with an indexer; choose another "
                 "model.attention.name, or set model.fusion.name = 'joint_decoder'"
             )
+        if shape.attention_only:
+            raise ValueError(
+                "blocks with weights for each modality have a feed-forward layer each; leave out model.attention_only, or set "
+                "model.fusion.name = 'joint_decoder'"
+            )
         context = shape.context(layer)
         norm: Any = shape.norm
         attention: Any = shape.attention

@@ -13,6 +13,7 @@ from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.minimax import MiniMaxM2
 from forge_models.hf.families.mistral import Ministral3, Mistral, Mixtral
+from forge_models.hf.families.nemotron import NemotronH
 from forge_models.hf.families.olmo import Olmo, Olmo2, Olmo3, Olmoe, OlmoHybrid
 from forge_models.hf.families.phi3 import Phi3
 from forge_models.hf.families.qwen import Qwen2, Qwen2Moe, Qwen3, Qwen3Moe, Qwen3Next
