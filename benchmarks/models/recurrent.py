@@ -1,9 +1,10 @@
-"""Gated DeltaNet against the layer of transformers in plain PyTorch: time and peak memory of one forward and backward.
+"""Recurrent layers against those of transformers in plain PyTorch: time and peak memory of one forward and backward.
 
     python benchmarks/models/recurrent.py --threads 1
 
-`rule` is the delta rule with normalized queries and keys, `layer` the whole layer of Qwen3-Next with its projections, without the
-kernels of flash-linear-attention on either side. Results and gradients of both sides are compared before anything is timed.
+`rule` is the delta rule with normalized queries and keys, `layer` the whole layer of Qwen3-Next with its projections, `mamba2`
+that of Nemotron-H with as many groups as key heads and heads of half the width, without other kernels on either side. Results and
+gradients of both sides are compared before anything is timed.
 Times are of the processor, so use one thread; both sides alternate in one process, and the figure that counts is the ratio, given
 with the spread of the pairs. Memory: each side runs alone in a process of its own; peak of resident memory over what it held
 before the first forward. Linux only (it reads /proc).
@@ -22,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet, torch_chunk_gated_delta_rule
 
 from forge_models import DecoderConfig
 from forge_models.blocks.delta_net import GatedDeltaNet, unit
 from forge_models.blocks.delta_rule import gated_delta_rule
+from forge_models.blocks.mamba import StateSpaceMixer
 from forge_models.components.recurrent import GDN
+from forge_models.components.state_space import Mamba2
 
 Run = Callable[..., Tensor]
 SIDES = ("transformers", "forge")
@@ -77,7 +81,28 @@ def _copy(theirs: Any, ours: nn.Module) -> None:
     ours.load_state_dict(found | {"norm.weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight})
 
 
-PROBLEMS = {"rule": rule, "layer": layer}
+def mamba2(options: argparse.Namespace) -> tuple[dict[str, Run], list[Tensor]]:
+    """Both layers of Mamba-2 with equal weights, and their input."""
+    heads, width, groups, states = options.heads, options.width // 2, options.key_heads, options.width
+    sizes = {"mamba_num_heads": heads, "mamba_head_dim": width, "n_groups": groups, "ssm_state_size": states}
+    config = AutoConfig.for_model("nemotron_h", hidden_size=options.dim, layers_block_type=["linear_attention"], **sizes)
+    theirs: Any = NemotronHMamba2Mixer(config, 0)
+    component = Mamba2(heads=heads, head_dim=width, groups=groups, state_dim=states, step_min=config.time_step_min, norm_eps=1e-5)
+    ours = component.build(DecoderConfig(dim=options.dim, heads=8, vocab_size=8).shape.context(0))
+    assert isinstance(ours, StateSpaceMixer)
+    values, keys = heads * width, groups * states
+    parts = theirs.in_proj.weight.split([values, values, keys, keys, heads])
+    found = {f"{name}_proj.weight": part for name, part in zip(("z", "x", "b", "c", "dt"), parts, strict=True)}
+    for slot, stored in (("weight", theirs.conv1d.weight.squeeze(1)), ("bias", theirs.conv1d.bias)):
+        found |= {f"{name}_conv.{slot}": part for name, part in zip("xbc", stored.split([values, keys, keys]), strict=True)}
+    found |= {f"steps.{name}": getattr(theirs, name) for name in ("A_log", "dt_bias", "D")}
+    ours.load_state_dict(found | {"norm.weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight})
+    x = torch.randn(1, options.length, options.dim)
+    runs: dict[str, Run] = {"transformers": lambda x: theirs(x), "forge": lambda x: ours(x, None, None)}  # type: ignore[arg-type]
+    return runs, [x]
+
+
+PROBLEMS = {"rule": rule, "layer": layer, "mamba2": mamba2}
 
 
 def run(function: Run, given: list[Tensor]) -> tuple[float, list[Tensor]]:
@@ -131,7 +156,7 @@ def compare(what: str, options: argparse.Namespace, passed: list[str]) -> dict[s
 
 
 def main() -> None:
-    """Prints one JSON line for each of `rule` and `layer`."""
+    """Prints one JSON line for each problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=2048, help="tokens")
     parser.add_argument("--dim", type=int, default=2048, help="width of the residual stream")
@@ -140,7 +165,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="width of a head")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--what", choices=PROBLEMS, help="only one of both")
+    parser.add_argument("--what", choices=PROBLEMS, help="only one of them")
     parser.add_argument("--smoke", action="store_true", help="once, tiny, without meaning")
     parser.add_argument("--peak", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()

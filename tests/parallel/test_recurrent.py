@@ -10,6 +10,7 @@ import torch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
 from forge_models.objectives import CrossEntropy
@@ -39,6 +40,7 @@ def decoder(**changes: Any) -> DecoderConfig:
 STATES = Mamba2(heads=8, head_dim=4, groups=4, state_dim=6, step_min=0.01)
 RECURRENT = {
     "gated_delta_net": MIXED,
+    "kimi_delta": Hybrid(recurrent=KDA(heads=4, head_dim=6), kinds=("recurrent", "full", "recurrent", "recurrent")),
     "mamba2": Hybrid(recurrent=STATES, kinds=("recurrent", "full", "recurrent", "recurrent")),
 }
 

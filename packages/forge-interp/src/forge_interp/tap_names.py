@@ -217,6 +217,7 @@ INSIDE = {
     "attention.log_decay": Known(
         "logarithms of the decay of a recurrent layer's states", ("batch", "sequence", "state_heads"), why=_NO_STATES
     ),
+    "attention.log_decays": Known("logarithms of the decay of each channel of a recurrent layer's keys", HEADS, why=_NO_STATES),
     "attention.heads": Known("output of each head, before the output projection", HEADS, "attn.hook_z"),
     "attention.output": Known("output of the attention, before a norm behind it", STREAM, why=_BEFORE),
     "attention.added": Known("what the attention adds to the stream", STREAM, "hook_attn_out"),

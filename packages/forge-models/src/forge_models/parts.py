@@ -9,6 +9,7 @@ PARTS = {
         "gated_delta_net": "forge_models.components.recurrent:GDN",
         "gqa": "forge_models.components.attentions:GQA",
         "hybrid": "forge_models.components.recurrent:Hybrid",
+        "kimi_delta": "forge_models.components.kimi_delta:KDA",
         "mamba2": "forge_models.components.state_space:Mamba2",
         "indexed_mla": "forge_models.components.attentions:IndexedMLA",
         "mla": "forge_models.components.attentions:MLA",
