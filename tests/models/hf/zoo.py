@@ -66,7 +66,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 INDEXER = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
-    ),
+
 NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     "head_dim": 12,

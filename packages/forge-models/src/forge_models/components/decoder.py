@@ -12,8 +12,6 @@ from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import TUNED, LoRAConfig
-from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement, Rope
-from forge_models.components.lora import LoRAConfig
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope
 
 if TYPE_CHECKING:
@@ -199,7 +197,7 @@ class DecoderConfig(Component):
 
     @property
     def tuned(self) -> tuple[str, ...]:
-        """Names of the parameters that are trained whole beside an adapter: those of `lora.train`, and the head of a classifier."""
+        """Names of the parameters that are trained whole beside an adapter: of `lora.train`, and the head of a classifier."""
         named = () if self.lora is None else self.lora.tuned
         return tuple(dict.fromkeys((*named, TUNED["head"]))) if self.labels else named
 

@@ -55,6 +55,7 @@ SPARSE = (
     MiniMaxM2(),
     Qwen35Moe(),
     DeepseekV32(),
+    NemotronH(),
 )
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
