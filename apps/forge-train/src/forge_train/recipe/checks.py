@@ -12,6 +12,7 @@ from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
 from forge_core.machine import has_accelerator, hides_accelerators
 from forge_models.flex_limits import refusal
+from forge_models.shape import AttentionKernel
 from forge_parallel.verify.proofs import batches_of, lengths_of
 from forge_train.hooks.evaluation import Best, EarlyStop, Evaluate, Tasks, evaluated, result_names
 from forge_train.hooks.metrics import Log
@@ -207,7 +208,8 @@ def kernels_fit_the_machine(job: Job, environment: Mapping[str, str]) -> Iterato
 def flex_refusal(job: Job) -> str:
     """Returns why the rows of a recipe need flex attention that is not proven on a GPU; "" if they do not."""
     attention = getattr(job.model, "attention", None)
-    kind, capped = getattr(attention, "core", "sdpa"), getattr(attention, "soft_cap", None) is not None
+    kind: AttentionKernel = getattr(attention, "core", "sdpa")
+    capped = getattr(attention, "soft_cap", None) is not None
     compiled = "compile" in job.transforms
     reasons = (refusal(kind, length, length, compiled, capped) for length in lengths_of(job).values())
     return next((why for why in reasons if why), "")

@@ -10,6 +10,7 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, lcm
+from typing import Any
 
 from forge_core.component import Component
 from forge_core.errors import ConfigError, DataError, Fault, did_you_mean
@@ -86,8 +87,8 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
     return scale
 
 
-def length_at(data: Data, step: int) -> int:
-    """Returns the tokens per row of a step."""
+def length_at(data: Any, step: int) -> int:
+    """Returns the tokens per row of a step; `data` is a section with phases, such as `Data`."""
     begun = (phase.sequence_length for phase in reversed(data.phases) if phase.start <= step and phase.sequence_length)
     return next(begun, data.sequence_length)
 

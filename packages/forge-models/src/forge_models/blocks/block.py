@@ -88,7 +88,8 @@ class Block(nn.Module):
         arguments = (normed, rotation, attention_mask, cache)
         seen: tuple[Tensor | None, ...] = ()
         if self.indexed:
-            inner, *seen = self.attention(*arguments, token_mask)
+            inner, statistics = self.attention(*arguments, token_mask)
+            seen = (statistics,)
         else:
             inner = self.attention(*arguments)
         inner = tap("attention.output", inner)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_core.protocols.model import AttentionCore
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.autograd import attach
 from forge_models.blocks.attention import LATENT, STREAM, LatentAttention, mask, visible
@@ -212,7 +211,8 @@ class IndexedAttention(LatentAttention):
             v_head_dim=v_head_dim,
             norm=norm,
         )
-        self.core: AttentionCore = ChosenKeys()
+        core: Any = ChosenKeys()
+        self.core = core
         self.top_k, self.chooses, self.kl_weight = top_k, chooses, kl_weight
         self.indexer = Indexer(context, q_lora_rank, index_heads, index_dim)
         self.head_sum = HeadSum()
@@ -265,7 +265,7 @@ class IndexedAttention(LatentAttention):
     def statistics(self) -> Tensor:
         """See `Observer`: the sum over tokens of the divergence in nats, and the number of tokens."""
         if self._statistics is None:
-            return torch.zeros(2, dtype=torch.float64, device=self.indexer.k_norm.weight.device)
+            return torch.zeros(2, dtype=torch.float64, device=next(self.indexer.parameters()).device)
         return self._statistics
 
     def after_step(self, totals: Tensor, skip: Tensor) -> None:

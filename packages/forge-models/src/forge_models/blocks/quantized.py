@@ -93,13 +93,15 @@ def dequantized(codes: Tensor, scale: Tensor, kind: Format, dtype: torch.dtype =
     return (pairs.flatten(-2).unflatten(-1, (-1, NF4_BLOCK)) * factor.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def _is_stack(module: object) -> bool:
+    return isinstance(module, Experts)
+
+
 class FrozenProduct(torch.autograd.Function):
     """Multiplies rows with a quantized matrix. Keeps the codes for the backward, and dequantizes them again there."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kind: Format, product: Product | None
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kind: Format, product: Any) -> Tensor:
         """Rows (..., inputs) and codes of (outputs, inputs) -> (..., outputs); with `product`, codes of a stack."""
         ctx.save_for_backward(codes, scale)
         ctx.kind, ctx.product = kind, product
@@ -110,7 +112,8 @@ class FrozenProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad,) = grads
-        transposed = dequantized(*ctx.saved_tensors, ctx.kind, grad.dtype).transpose(-2, -1)
+        codes, scale = ctx.saved_tensors
+        transposed = dequantized(codes, scale, ctx.kind, grad.dtype).transpose(-2, -1)
         product = F.linear if ctx.product is None else ctx.product
         return product(grad, transposed), None, None, None, None, None
 
@@ -221,7 +224,7 @@ def quantize(model: nn.Module, names: Sequence[str], kind: Format) -> None:
     for name in names:
         path, _, slot = name.rpartition(".")
         owner: Any = model.get_submodule(path)
-        if not isinstance(owner, Experts):
+        if not _is_stack(owner):
             owner, slot = model.get_submodule(name), "weight"
             owner.dims = specs[f"{name}.weight"].dims
         matrix = getattr(owner, slot)

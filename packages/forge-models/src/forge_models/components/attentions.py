@@ -285,7 +285,13 @@ class IndexedMLA(MLA):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[IndexedMLA]":
         """Returns small examples with chosen and with all keys."""
-        latent = {"q_lora_rank": 7, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+        latent: dict[str, Any] = {
+            "q_lora_rank": 7,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+        }
         small = cls(**latent, index_heads=3, index_dim=6, top_k=2)
         return (small, replace(small, keys="all", kl_weight=0.5))
 

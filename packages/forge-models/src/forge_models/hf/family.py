@@ -150,7 +150,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         scale = attention.scale or decoder.shape.head_dim**-0.5
         result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
         result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
-        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not rotates_at(layer))
+        result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
         layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
         attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):

@@ -112,6 +112,7 @@ class PeftAdapter:
         self._places = {
             name: place for name, place in self._places.items() if self._own(place) is None or self._read(name, FACTOR_A).any()
         }
+        whole: Any = tuple(part for part, name in TUNED.items() if name in self._whole)
         lora = LoRAConfig(
             rank=self._rank,
             alpha=float(values["lora_alpha"]),
@@ -119,7 +120,7 @@ class PeftAdapter:
             rank_stabilized=bool(values.get("use_rslora")),
             dora=bool(values.get("use_dora")),
             base_format=kind,
-            train=tuple(part for part, name in TUNED.items() if name in self._whole),
+            train=whole,
         )
         self.model: Component = replace(plain, lora=lora)
         dtypes = {self._slice(place, FACTOR_A).get_dtype() for place in self._places.values()}
@@ -128,14 +129,15 @@ class PeftAdapter:
             raise ForgeError(
                 f"{folder / TENSORS} has tensors of {', '.join(sorted(map(str, dtypes)))}; convert them to one dtype"
             )
-        self.tensors: dict[str, StoredTensor] = {
+        tensors = {
             f"{name}.{slot}": StoredTensor(self._shape(place, slot), dtype)
             for name, place in self._places.items()
             for slot in slots
         }
         for name, key in self._whole.items():
             entry = self._open.get_slice(key)
-            self.tensors |= {name: StoredTensor(tuple(entry.get_shape()), DTYPES.get(entry.get_dtype(), dtype))}
+            tensors |= {name: StoredTensor(tuple(entry.get_shape()), DTYPES.get(entry.get_dtype(), dtype))}
+        self.tensors: Mapping[str, StoredTensor] = tensors
         self.facts = WeightsInfo(origin=str(folder), family=family)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -109,7 +109,8 @@ class Muon(HasTorchView):
         }
         wide = {} if neuron_beta is None else self._named
         self._neurons = {name: row_state(tensor, self._wide) for name, tensor in wide.items()}
-        self._neuron_beta, self._coefficients = neuron_beta, coefficients
+        self._coefficients: Coefficients = coefficients
+        self._neuron_beta = neuron_beta
         self._rest = AdamW(_Rest(self._matrices.rest), adamw_lr, adamw_betas, adamw_eps, weight_decay)
         self._peak, self.lr = lr, lr
         self._decay, self._mu, self._nesterov, self._steps = weight_decay, momentum, nesterov, steps

@@ -100,7 +100,8 @@ class ImageTextModel(CausalLM):
 
     def _features(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the vectors (placeholders, width) that replace the placeholders of items."""
-        out = self.get_image_features(**self.images.arguments(images, dtype), return_dict=True)
+        features: Any = self.get_image_features
+        out = features(**self.images.arguments(images, dtype), return_dict=True)
         found = out.pooler_output if hasattr(out, "pooler_output") else out
         found = torch.cat([*found]) if isinstance(found, list | tuple) else found
         return found.flatten(0, -2)
@@ -111,13 +112,14 @@ class ImageTextModel(CausalLM):
             return out
         self.is_blank = False  # an image tower may embed as well
         given = self.images.arguments(self.images.blank(out), out.dtype)
-        found = self.get_image_features(**given, return_dict=True)
+        features: Any = self.get_image_features
+        found = features(**given, return_dict=True)
         # What the class does not use gets no gradient on ranks with images, so it must not get one here.
         used = {name: value for name, value in dict(found).items() if name not in UNUSED}
         tensors = [each for each in tree_leaves(used) if isinstance(each, Tensor) and each.is_floating_point()]
         return out + sum((each.sum() * 0 for each in tensors), start=out.new_zeros(()))
 
-    def forward(
+    def forward(  # type: ignore[override]  # images instead of a cache
         self,
         x: Tensor,
         *,
@@ -154,7 +156,8 @@ class ImageTextModel(CausalLM):
         marks = (x == self.images.token).long()
         given |= {name: marks for name in MARKS if name in takes}
         if images is not None:
-            given |= self.images.arguments(images, self.get_submodule(self.anatomy.embed).weight.dtype)
+            embed: Any = self.get_submodule(self.anatomy.embed)
+            given |= self.images.arguments(images, embed.weight.dtype)
         self.is_blank = images is None
         try:
             hidden = body(input_ids=x, **given)[0]

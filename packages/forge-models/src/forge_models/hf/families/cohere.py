@@ -63,11 +63,12 @@ class Cohere2(Family):
         fields = _read(keys)
         if keys.given("head_dim"):  # the reference computes it
             keys.only("head_dim", None, fields["head_dim"])
-        local = read_period(keys, 4)
+        local: dict[str, Any] = read_period(keys, 4)
         still: dict[str, Any] = {
             "nope_" + name.removeprefix("global_"): value for name, value in local.items() if name != "window"
         }
-        return fields | {"attention": GQA(**read_biases(keys), **local, **(still if local else {"nope_every": 1}))}
+        still = still if local else {"nope_every": 1}
+        return fields | {"attention": GQA(**read_biases(keys), **local, **still)}
 
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         written = _write(self, decoder) | write_local_layers(decoder)
@@ -75,7 +76,7 @@ class Cohere2(Family):
         return written | {"sliding_window": written["sliding_window"] or self.defaults["sliding_window"]}
 
 
-def _read(keys: Keys, **rope: float) -> dict[str, Any]:
+def _read(keys: Keys, **rope: Any) -> dict[str, Any]:
     fields = read_base(keys, eps=EPS, **rope) | read_heads(keys) | {"norm": LayerNormConfig(eps=keys.number(EPS), bias=False)}
     return fields | {"parallel_residual": True, "shared_norm": True, "logit_multiplier": keys.number(SCALE)}
 

@@ -98,13 +98,14 @@ INDEXER = MappingProxyType({"index_n_heads": "index_heads", "index_head_dim": "i
 class DeepseekV32(DeepseekV3):
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
-    defaults: ClassVar = DeepseekV3.defaults | {
+    defaults: ClassVar = {
+        **DeepseekV3.defaults,
         "max_position_embeddings": 163840,
         "index_n_heads": 64,
         "index_head_dim": 128,
         "index_topk": 2048,
     }
-    ignores: ClassVar = DeepseekV3.ignores | {"mlp_bias": (None, False)}
+    ignores: ClassVar = {**DeepseekV3.ignores, "mlp_bias": (None, False)}
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = super().read(keys)

@@ -4,16 +4,15 @@ Published folders have weights in fp8, which are refused with `quantization_conf
 `rotary_dim`. Their MTP modules do not affect logits and are not read.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.hf.config import ABSENT_OR_ZERO, ANY_VALUE, Keys
-from forge_models.hf.families.mistral import Mixtral
+from forge_models.hf.families.mistral import MATRICES
 from forge_models.hf.family import Family, read_base, read_heads, write_base
-from forge_models.hf.layers import read_experts, read_losses, write_experts, write_losses
+from forge_models.hf.layers import ExpertNames, read_experts, read_losses, write_experts, write_losses
 from forge_models.hf.rope import PARTIAL
 
 ROTATED = "rotary_dim"
@@ -48,7 +47,7 @@ class MiniMaxM2(Family):
         "sliding_window": (None,),
         **dict.fromkeys(("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mlp_intermediate_size"), ANY_VALUE),
     }
-    experts: ClassVar = replace(Mixtral.experts, bias="e_score_correction_bias")
+    experts: ClassVar = ExpertNames(part="block_sparse_moe", matrices=MATRICES, bias="e_score_correction_bias")
     mtp_modules: ClassVar = ("model.mtp.",)
 
     def read(self, keys: Keys) -> dict[str, Any]:

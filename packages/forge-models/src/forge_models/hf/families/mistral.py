@@ -1,5 +1,6 @@
 """Mistral (Jiang et al., 2023), Mixtral (Jiang et al., 2024), whose feed-forward layers are experts, and Ministral 3 (2025)."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -9,6 +10,9 @@ from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
 from forge_models.hf.config import ABSENT_OR_ZERO, Keys, Same
 from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.layers import ExpertNames, read_experts, read_losses, read_window, write_experts, write_losses, write_window
+
+MATRICES: Mapping[str, str] = MappingProxyType({"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+"""Our name of a projection of an expert -> its name in Mixtral."""
 
 
 class Mistral(Family):
@@ -56,7 +60,7 @@ class Mixtral(Family):
         "num_experts_per_tok": 2,
     }
     ignores: ClassVar = {"router_jitter_noise": ABSENT_OR_ZERO}
-    experts: ClassVar = ExpertNames(part="block_sparse_moe", matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+    experts: ClassVar = ExpertNames(part="block_sparse_moe", matrices=MATRICES)
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys, theta=1_000_000.0) | read_heads(keys)
@@ -120,7 +124,7 @@ class Ministral3(Family):
 def _read_temperature(keys: Keys, where: str, table: dict[str, Any]) -> dict[str, Any]:
     """Reads the factor on queries; a strength of 0 means that there is none."""
     strength, length = table.get(BETA), table.get(LENGTH)
-    if type(strength) not in (int, float) or not strength >= 0:
+    if not isinstance(strength, int | float) or isinstance(strength, bool) or not strength >= 0:
         keys.fault(f"{where}.{BETA}", f"expected a number of 0 or more, not {strength!r}")
         return {}
     if type(length) is not int or length <= 0:

@@ -177,7 +177,7 @@ class OlmoHybrid(Family):
 
     def read(self, keys: Keys) -> dict[str, Any]:
         still = _has_no_theta(keys)
-        fields = read_base(keys) | read_heads(keys) | {"norm_placement": "post"}
+        fields: dict[str, Any] = read_base(keys) | read_heads(keys) | {"norm_placement": "post"}
         fields |= {"rope": Rope()} if still else {}
         layers = keys.integer("num_hidden_layers")
         if not keys.values.get("layer_types"):
