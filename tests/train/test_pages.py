@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.plugins import find_everywhere
 from forge_core.protocols.model import NamedTensor
@@ -208,7 +209,12 @@ def test_python_blocks_run_in_their_order(page: Path, tmp_path, monkeypatch) -> 
     torch.manual_seed(0)
     for number, text in enumerate(blocks(page, "python"), 1):
         if not NAMED.match(text):
-            exec(compile(text, f"<{page.name}, Python block {number}>", "exec"), namespace)  # noqa: S102 (our own pages)
+            try:
+                exec(compile(text, f"<{page.name}, Python block {number}>", "exec"), namespace)  # noqa: S102 (our own pages)
+            except PlanError as refusal:
+                if torch.version.cuda is None or "after this process has computed gradients" not in str(refusal):
+                    raise
+                pytest.skip("this build of torch refuses forks after the gradients of other tests, as the page says")
 
 
 def test_the_pages_of_concepts_have_python_that_runs() -> None:

@@ -221,6 +221,17 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch, kind: str, m
     assert local_processes.fork_local(2, lambda: _interrupted("none"), 60.0) == [0, 1]
 
 
+def test_a_fork_that_cannot_compute_gradients_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As builds of torch for GPUs answer once this process has computed gradients."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    with pytest.raises(PlanError, match="before the first backward, in a process of its own, or under torchrun"):
+        local_processes.fork_local(2, lambda: 1, 60.0)
+
+
 class Narrow(Plain):
     """Refuses formats, as operators do that have no kernel for them."""
 

@@ -99,6 +99,7 @@ def _work_forked(function: Callable[[], Any], rank: int, size: int, store: Path,
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if dist.is_initialized():  # the parent's group of one process
             dist.destroy_process_group()
+        _refuse_forked_gradients()
         with one_gloo_thread():
             dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
         answer = json.dumps((True, function()))
@@ -112,6 +113,20 @@ def _work_forked(function: Callable[[], Any], rank: int, size: int, store: Path,
     while view:
         view = view[os.write(pipe, view) :]
     os._exit(code)
+
+
+def _refuse_forked_gradients() -> None:
+    """Raises `PlanError` if gradients cannot be computed in this child: builds of torch for GPUs start threads for the first
+    gradients of a process, which a fork does not have."""
+    try:
+        torch.zeros(1, requires_grad=True).sum().backward()
+    except RuntimeError as cause:
+        if "fork" not in str(cause):
+            raise
+        raise PlanError(
+            "verify has to fork processes, which is too late after this process has computed gradients, because this build of "
+            "torch has threads for them; run it before the first backward, in a process of its own, or under torchrun"
+        ) from cause
 
 
 def _end_with(parent: int) -> None:
