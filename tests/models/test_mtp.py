@@ -231,7 +231,7 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
             attention = depth.block.attention
             turn = attention.rotary(torch.arange(here.shape[1]))
             routed = {"token_mask": torch.ones_like(here, dtype=torch.bool), "tokens": here} if depth.block.sparse else {}
-            x, hidden, _ = depth(x, model.embed(here), turn, None, **routed)
+            x, hidden, *_ = depth(x, model.embed(here), turn, None, **routed)
             labels = torch.tensor(ids[k + 1 :], dtype=torch.int64)
             logits = hidden[0, : len(labels)] @ model.head.weight.T
             expected[k - 1] += float(F.cross_entropy(logits, labels, reduction="sum")) if len(labels) else 0.0

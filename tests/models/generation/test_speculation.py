@@ -127,7 +127,7 @@ def by_hand(model, prompt, count):
             model(torch.tensor([row[:-1]]))
         x, turn = seen["residual"], model.blocks["0"].attention.rotary(torch.arange(len(row) - 1))
         for k, module in enumerate(model.mtp.depths.values(), 1):
-            x, hidden, _ = module(x, model.embed(torch.tensor([guessed[k : k + len(row) - 1]])), turn, None)
+            x, hidden = module(x, model.embed(torch.tensor([guessed[k : k + len(row) - 1]])), turn, None)
             guessed.append(int(model.head(hidden)[0, -1].argmax()))
         right, rounds = len(row), rounds + 1
         guesses.append(guessed[len(row) :])

@@ -18,10 +18,11 @@ from forge_models.hf.reader import read_model
 from forge_train.inference.stored import load_model
 from harness.closeness import wide
 from models.hf.published import READ, spread, tiny
+from models.hf.zoo import CASES, sizes_of
 
 LABELS = ("no", "yes", "perhaps")
 NAMES = dict(enumerate(LABELS))
-KIND = {kind: next(name for name, each in READ.items() if each["config"]["model_type"] == kind) for kind in FAMILIES}
+PUBLISHED = {each["config"]["model_type"]: each["config"] for each in READ.values()}
 TESTED = ("llama", "qwen2", "gemma2", "gemma3_text", "gpt_neox", "mixtral")
 """Plain; with biases and a tied table; twice with soft caps or factors; with names of its own; with experts."""
 PAD = 0
@@ -31,7 +32,7 @@ def classifier(kind: str):
     """A tiny classifier as transformers makes it, in fp64, its parameters spread."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    values = {key: value for key, value in tiny(READ[KIND[kind]]["config"]).items() if key != "auto_map"}
+    values = {key: value for key, value in tiny(PUBLISHED[kind]).items() if key != "auto_map"}
     config = AutoConfig.for_model(**deepcopy(values))
     config.id2label, config.label2id, config.pad_token_id = NAMES, {name: number for number, name in NAMES.items()}, PAD
     config._attn_implementation = config._experts_implementation = "eager"
@@ -102,7 +103,8 @@ def test_every_family_is_a_classifier_where_transformers_has_one(kind: str) -> N
     assert classifier_of(kind, family.architecture) == CLASSES.get(kind), "each family is as in transformers"
     from forge_models.hf.family import decoder_of
 
-    decoder = replace(decoder_of(family, tiny(READ[KIND[kind]]["config"]), kind), labels=LABELS)
+    values = tiny(PUBLISHED[kind]) if kind in PUBLISHED else sizes_of(kind) | CASES[kind][1]
+    decoder = replace(decoder_of(family, values, kind), labels=LABELS)
     if kind in WITHOUT:
         assert misfits(family, decoder) == ["transformers has no classifier of this family"]
     else:

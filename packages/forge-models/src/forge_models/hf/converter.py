@@ -101,7 +101,7 @@ class HfConverter(Component):
             return other.reference(path, tokens, extras)
         import torch
 
-        classifies = "id2label" in read_config(path)
+        classifies = any("ForSequenceClassification" in name for name in read_config(path).get("architectures") or ())
         model = opened(path, "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM")
         if isinstance(model, str):
             return model

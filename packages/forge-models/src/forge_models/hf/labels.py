@@ -11,9 +11,16 @@ from forge_models.hf.config import Unsupported
 
 SCORE = "score.weight"
 """Name of the head of a classifier."""
-WITHOUT = frozenset({"granite", "olmoe", "glm4_moe"})
+WITHOUT = frozenset(
+    {"granite", "olmoe", "glm4_moe", "olmo_hybrid", "cohere", "cohere2", "minimax_m2", "qwen3_5_moe_text", "deepseek_v32"}
+    | {"nemotron_h"}
+)
 """Families without such a class in transformers."""
-NAMED = {"gemma3_text": "Gemma3TextForSequenceClassification"}
+NAMED = {
+    "gemma3_text": "Gemma3TextForSequenceClassification",
+    "gpt2": "GPT2ForSequenceClassification",
+    "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+}
 """Classes whose names do not follow from that of the language model."""
 KEYS = ("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout")
 SINGLE = "single_label_classification"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
-from forge_models.hf.config import ABSENT_OR_ZERO, Keys, Same
+from forge_models.hf.config import ABSENT_OR_ZERO, WHOLE, Keys, Same
 from forge_models.hf.family import Family, read_base, read_heads, write_base
 from forge_models.hf.layers import ExpertNames, read_experts, read_losses, read_window, write_experts, write_losses, write_window
 
@@ -124,10 +124,10 @@ class Ministral3(Family):
 def _read_temperature(keys: Keys, where: str, table: dict[str, Any]) -> dict[str, Any]:
     """Reads the factor on queries; a strength of 0 means that there is none."""
     strength, length = table.get(BETA), table.get(LENGTH)
-    if not isinstance(strength, int | float) or isinstance(strength, bool) or not strength >= 0:
+    if type(strength) not in (int, float) or (strength != 0 and keys.positive(f"{where}.{BETA}", strength) is None):
         keys.fault(f"{where}.{BETA}", f"expected a number of 0 or more, not {strength!r}")
         return {}
-    if type(length) is not int or length <= 0:
+    if type(length) is not int or not 0 < length < WHOLE:
         keys.fault(f"{where}.{LENGTH}", f"expected a positive integer, not {length!r}")
         return {}
-    return {"temperature": float(strength), "temperature_length": length} if strength else {}
+    return {"temperature": float(strength or 0), "temperature_length": length} if strength else {}

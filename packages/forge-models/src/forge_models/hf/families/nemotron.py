@@ -179,6 +179,9 @@ def _types(keys: Keys) -> list[str]:
         keys.fault(TYPES, f"expected a list of {', '.join(LETTERS.values())}")
         return []
     types = [OLDER.get(type_, type_) for type_ in types]
+    letters = "".join(next(letter for letter, kind in LETTERS.items() if kind == type_) for type_ in types)
+    if pattern not in (None, letters):
+        keys.fault(PATTERN, f"{pattern!r} differs from {TYPES}, whose letters are {letters}; keep one of them")
     if count not in (0, len(types)):
         keys.fault("num_hidden_layers", f"differs from the {len(types)} layers that are listed; make them equal")
     return types

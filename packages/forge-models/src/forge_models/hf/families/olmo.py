@@ -184,7 +184,8 @@ class OlmoHybrid(Family):
             full = range(3, layers, 4) or [layers - 1]
             keys.values["layer_types"] = [FULL if layer in full else LINEAR for layer in range(layers)]
         kinds = read_kinds(keys, 4, interval=False)
-        if len(set(map(str, keys.values["layer_types"]))) < 2:
+        types = keys.values["layer_types"]
+        if isinstance(types, list) and len(set(map(str, types))) < 2:
             keys.fault("layer_types", f"expected {FULL!r} at least once and {LINEAR!r} at least once")
         full = GQA(**read_biases(keys), qk_norm="full", nope_every=1 if still else None)
         recurrent = _read_recurrent(keys, fields["heads"], fields["dim"])
