@@ -15,7 +15,7 @@ ONE_WAY = ("forge_core", "forge_ckpt", "forge_data")
 """Packages whose folders import each other in one direction too."""
 READ_RECIPES = {
     *("forge_data.checks", "forge_data.commands.mix", "forge_models.checks", "forge_train.recipe.checks"),
-    *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.upcycle"),
+    *("forge_parallel.verify.proofs", "forge_parallel.foreign.module", "forge_models.upcycle", "forge_vlm.checks"),
     *("forge_testing.checks.data", "forge_testing.checks.vision", "forge_testing.modules"),
 }
 """Modules that may know components, because they read recipes, give defaults to those who have none, or try parts with others."""

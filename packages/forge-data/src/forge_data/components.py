@@ -368,7 +368,7 @@ class Labeled(SourceComponent):
         return (cls(path=example_corpus.labeled(folder), labels=labels, too_long="truncate"),)
 
     def texts(self) -> "Texts":
-        from forge_data.sources.labeled import open_labeled
+        from forge_data.chat.labeled import open_labeled
 
         return open_labeled(
             self.path,

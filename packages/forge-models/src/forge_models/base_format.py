@@ -1,9 +1,14 @@
-"""Formats in which the matrices of a frozen base are held, and which matrices they take. Does not import torch."""
+"""The base of an adapter: formats in which its matrices are held, and its parts that may be trained whole. Imports no torch."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 Format = Literal["int8", "nf4"]
 """A format with fewer bits than the precision of a run; see `forge_models.blocks.quantized`."""
+
+TUNED: Mapping[str, str] = MappingProxyType({"embedding": "embed.weight", "head": "head.weight"})
+"""Parts of a decoder that can be trained whole, and the names of their parameters."""
 
 NF4_BLOCK = 64
 """Number of values of a row that share a scale in `nf4`."""

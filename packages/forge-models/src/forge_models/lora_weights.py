@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from forge_core.component import Component
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
+from forge_models.base_format import TUNED
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE, row_lengths
-from forge_models.components.lora import TUNED
 from forge_models.quantized_weights import DequantizedWeights, in_full
 
 Shape = tuple[int, ...]

@@ -32,9 +32,9 @@ import xxhash
 from forge_core.errors import DataError
 from forge_core.files import publish, sync, write_file
 from forge_core.protocols.data import Tokenizer
+from forge_data.chat import labeled
 from forge_data.chat import records as conversations
 from forge_data.chat.masks import EncodedExample
-from forge_data.sources import labeled
 from forge_data.sources.records import CorpusPart, Document, Skips, Wanted, part_as_json, part_from_json, read_part
 from forge_data.storage import npy
 from forge_data.storage.files import find_one

@@ -26,6 +26,7 @@ from forge_core.errors import DataError
 from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_core.terminal import ProgressMeter
+from forge_data.chat import labeled
 from forge_data.chat import records as conversations
 from forge_data.preparation.job import (
     Done,
@@ -37,7 +38,6 @@ from forge_data.preparation.job import (
     write_job,
     write_part,
 )
-from forge_data.sources import labeled
 from forge_data.sources.records import LISTED, SHOWN, CorpusPart, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.sources.store import MANIFEST, VERSION, MaskEntry, StoreSource, open_store
 from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter, dtype_for

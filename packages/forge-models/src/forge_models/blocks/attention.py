@@ -1,8 +1,7 @@
 """Attention of a block: grouped-query attention, and multi-head latent attention (DeepSeek-V2, 2024), with its core.
 
-The core computes softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap: `LocalAttention` chooses
-among torch's fused kernels in the best order for each GPU, flex attention, and kernels of variable length. A mask lets a query
-see earlier keys in its window and its document, or, if attention is bidirectional, all keys in its document.
+The core computes softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap. A mask lets a query see
+earlier keys in its window and document, or all keys of its document if attention is bidirectional.
 """
 
 from collections.abc import Callable
@@ -147,10 +146,8 @@ class LocalAttention:
         if soft_cap is not None or sinks is not None:
             seen = mask(None, q.shape[2], None, q.device, self.causal) if shared is None else shared
             return _written_out(q, k, v, seen, scale, soft_cap, sinks)
-        hides = shared is None and self.causal
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=shared, is_causal=hides, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        hides, shares = shared is None and self.causal, q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=shared, is_causal=hides, scale=scale, enable_gqa=shares)
 
 
 def _hiding(window: int | None, length: int) -> int | None:

@@ -78,7 +78,7 @@ def quantized(matrix: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
     blocks = wide.unflatten(-1, (-1, NF4_BLOCK))
     scale = blocks.abs().amax(-1)
     unit = blocks / scale.where(scale > 0, 1.0).unsqueeze(-1)
-    levels = torch.tensor(LEVELS, device=wide.device)
+    levels = torch.tensor(LEVELS).to(wide.device, non_blocking=True)
     codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(-2)
     return codes[..., ::2] << 4 | codes[..., 1::2], scale.view(torch.int32)
 
@@ -88,7 +88,7 @@ def dequantized(codes: Tensor, scale: Tensor, kind: Format, dtype: torch.dtype =
     factor = scale.view(torch.float32)
     if kind == "int8":
         return (codes.float() * factor).to(dtype)
-    levels = torch.tensor(LEVELS, device=codes.device)
+    levels = torch.tensor(LEVELS).to(codes.device, non_blocking=True)
     pairs = torch.stack((levels[(codes >> 4).int()], levels[(codes & 15).int()]), -1)
     return (pairs.flatten(-2).unflatten(-1, (-1, NF4_BLOCK)) * factor.unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -8,10 +8,11 @@ from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
+from forge_models.base_format import TUNED
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
-from forge_models.components.lora import TUNED, LoRAConfig
+from forge_models.components.lora import LoRAConfig
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope
 
 if TYPE_CHECKING:

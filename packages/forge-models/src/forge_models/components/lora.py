@@ -12,14 +12,10 @@ from annotated_types import Gt
 from forge_core.component import FREE, IDENTITY, Component, Place
 from forge_core.errors import did_you_mean
 from forge_core.specs import Matrix
-from forge_models.base_format import Format, rows_refusal
+from forge_models.base_format import TUNED, Format, rows_refusal
 
 ALL_LINEAR = "all-linear"
 """Target that means every linear layer, as in the peft library."""
-
-
-TUNED: Mapping[str, str] = MappingProxyType({"embedding": "embed.weight", "head": "head.weight"})
-"""Parts of a decoder that can be trained whole, and the names of their parameters."""
 
 
 def is_stacked(name: str) -> bool:

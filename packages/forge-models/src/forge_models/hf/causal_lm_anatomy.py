@@ -41,7 +41,7 @@ def read_settings(config: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Task:
+class AutoClass:
     """What the classes of an Auto class do.
 
     Attributes:
@@ -55,10 +55,10 @@ class Task:
     what: str
 
 
-CAUSAL_LM = Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model")
+CAUSAL_LM = AutoClass("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model")
 
 
-def built(values: Mapping[str, Any], task: Task = CAUSAL_LM) -> Any:
+def built(values: Mapping[str, Any], task: AutoClass = CAUSAL_LM) -> Any:
     """Returns the module of a configuration on the meta device, as transformers builds it for a task.
 
     Raises:

@@ -23,10 +23,10 @@ from forge_core.errors import ForgeError
 from forge_core.files import publish, sync_path
 from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
 from forge_core.registry import Registry
-from forge_models.base_format import Format
+from forge_models.base_format import TUNED, Format
 from forge_models.blocks.lora import FACTOR_A, FACTOR_B, MAGNITUDE
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.lora import TUNED, LoRAConfig
+from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.config import CONFIG
 from forge_models.hf.peft_places import AdaptedModel, AdapterPlace, every_place, kind_of, places_of, whole_modules

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from forge_core.errors import ForgeError
+from forge_models.base_format import TUNED
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.lora import TUNED, LoRAConfig
+from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.names import TensorPlace, places_in

@@ -218,6 +218,8 @@ def _terms(component: Any, head: Any, hidden: Any, labels: Any) -> Any:
     head.zero_grad(set_to_none=True)
     shift = torch.zeros(hidden.shape[-1], dtype=hidden.dtype, requires_grad=True)
     objective = component.build()
+    if hasattr(objective, "with_targets"):
+        labels = _batch(component, labels).labels
     if hasattr(objective, "bound"):
         objective = objective.bound(_batch(component, labels))
     terms = objective(head, hidden + shift, labels)

@@ -18,12 +18,12 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.protocols.model import Objective
 from forge_core.specs import Init, Specs
 from forge_models.hf.causal_lm import CausalLM, mixed, offer_experts
-from forge_models.hf.causal_lm_anatomy import Anatomy, Task, arguments, built, read_settings
+from forge_models.hf.causal_lm_anatomy import Anatomy, AutoClass, arguments, built, read_settings
 from forge_models.hf.config import Unsupported
 from forge_models.torch_private import assert_async
 from forge_vlm.hf.image_arguments import PATCHES, ImageArguments
 
-IMAGE_TEXT = Task("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "image-text model")
+IMAGE_TEXT = AutoClass("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "image-text model")
 MARKS = ("token_type_ids", "mm_token_type_ids")
 """Arguments of forwards that mark the placeholders of images."""
 UNUSED = ("last_hidden_state", "hidden_states", "attentions")

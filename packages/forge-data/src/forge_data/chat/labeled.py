@@ -12,7 +12,7 @@ from forge_data.chat.records import SUFFIXES, cut, rows
 from forge_data.sources.records import CorpusPart, Records, Skips, Wanted, in_split, text_of
 from forge_data.storage.files import find
 
-READER = "forge_data.sources.labeled"
+READER = "forge_data.chat.labeled"
 """Name of this module in `Wanted`; fingerprints contain it."""
 
 
