@@ -167,9 +167,10 @@ def test_speed_of_a_run_counts_its_images(monkeypatch: pytest.MonkeyPatch) -> No
             model=component,
             transforms={},
             precision=SimpleNamespace(compute="fp32"),
-            data=SimpleNamespace(sequence_length=24),
+            data=SimpleNamespace(sequence_length=24, phases=()),
         ),
         topology=SimpleNamespace(size=2, device=torch.device("cpu")),
+        state=SimpleNamespace(step=1),
         batches=[batch_of(given)],
         model=SimpleNamespace(parameters_held=model.named_parameters),
     )

@@ -66,6 +66,12 @@ class Packed(Decoder):
         return super().forward(x, **given)
 
 
+class Padded(Packed):
+    """Says that it does not keep documents apart, and does not refuse a row with two."""
+
+    packs = False
+
+
 class Noisy(Decoder):
     def forward(self, x, **given):
         return nn.functional.dropout(super().forward(x, **given), 0.5, training=True)
@@ -108,7 +114,10 @@ BAD = {
         (made(Decoder, shape=replace(GOOD.shape, mlp=GELU())), "shape says that the matrices are"),
     ],
     "check_causality": [(made(Average), "tokens up to 0 see later ones"), (made(Alone), "token 1 does not see token 0")],
-    "check_documents": [(made(Packed), "second document of a row sees another")],
+    "check_documents": [
+        (made(Packed), "second document of a row sees another"),
+        (made(Padded), "keeps no documents apart, but takes a row with two"),
+    ],
     "check_deterministic": [(made(Noisy), "other outputs the second time")],
     "check_gradients": [(made(Unused), "scale gets no gradient")],
     "check_names": [(made(Hidden), "given all tensors by name"), (made(Constant), "do not depend on the parameters")],

@@ -404,4 +404,4 @@ def test_the_label_of_a_source_of_forge_is_the_name_that_selects_it() -> None:
     registry = Registry()
     classes = {name: registry.load("forge.sources", name) for name in registry.names("forge.sources")}
     own = {name: kind for name, kind in classes.items() if kind.__module__ == "forge_data.components"}
-    assert len(own) == 14 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}
+    assert len(own) == 15 and {name: label_of(object.__new__(kind)) for name, kind in own.items()} == {name: name for name in own}

@@ -352,7 +352,11 @@ def classes() -> dict[str, str]:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return dict(
-        sorted((config.model_type, model.__name__) for config, model in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.items())  # type: ignore[attr-defined]
+        sorted(
+            (config.model_type, model.__name__)
+            for config, model in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.items()  # type: ignore[attr-defined]
+            if model.__module__.startswith("transformers.")  # others may have been registered in this process
+        )
     )
 
 

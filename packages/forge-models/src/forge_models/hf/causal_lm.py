@@ -275,7 +275,7 @@ class CausalLM(nn.Module):
         if at is not None:
             places = at[:, None] if places is None else places.gather(1, at[:, None])
         if self.constants_on != x.device:
-            self._move_constants(x.device)
+            self.move_constants(x.device)
         body: Any = self.get_submodule(self.anatomy.body) if self.anatomy.body else None
         takes = arguments(type(self).original if body is None else type(body))
         given: dict[str, Any] = {"inputs_embeds" if x.is_floating_point() else "input_ids": x}
@@ -284,7 +284,7 @@ class CausalLM(nn.Module):
                 raise ValueError(f"{type(self).__name__} takes no positions, so rows cannot have several documents")
             given["position_ids"] = _places(documents)
         elif documents is not None:
-            self._refuse_several(documents)
+            self.refuse_several(documents)
         elif positions is not None and "position_ids" in takes:
             given["position_ids"] = positions.expand(x.shape[:2])
         if "use_cache" in takes:
@@ -306,8 +306,9 @@ class CausalLM(nn.Module):
     def _loss_of(logits: Tensor, labels: Tensor | None, objective: Objective | None) -> Any:
         return logits if objective is None or labels is None else objective(WholeLogits(), logits, labels)
 
-    def _refuse_several(self, documents: Tensor) -> None:
-        """
+    def refuse_several(self, documents: Tensor) -> None:
+        """Checks that each row is one document, for a class that does not keep several apart.
+
         Raises:
             ValueError: a row has several documents; on a GPU, which is not waited for, the device asserts it.
         """
@@ -346,7 +347,8 @@ class CausalLM(nn.Module):
             for part in ahead:
                 part.stream = None
 
-    def _move_constants(self, device: torch.device) -> None:
+    def move_constants(self, device: torch.device) -> None:
+        """Moves tensors that are neither parameters nor buffers to a device."""
         for part in self.modules():
             for name, value in vars(part).items():
                 if isinstance(value, Tensor):

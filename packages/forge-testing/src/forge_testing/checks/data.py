@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 LENGTH, ROWS, STEPS = 16, 4, 6
@@ -211,7 +212,9 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
     from forge_data.loading.stream import open_stream
     from forge_data.section import Data
 
-    packing: Any = "best_fit" if getattr(component, "keeps_documents", False) else "concatenate"
+    labels = tuple(getattr(component, "labels", ()))
+    packing: Any = "pad" if labels else "best_fit" if getattr(component, "keeps_documents", False) else "concatenate"
+    model = SimpleNamespace(labels=labels)
     data = Data(
         sequence_length=LENGTH,
         sources=[component],
@@ -224,7 +227,14 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
 
     def start(workspace: Path) -> Any:
         return open_stream(
-            data, workspace=workspace, seed=seed, global_batch=ROWS, micro_batch=ROWS // ranks, rank=rank, ranks=ranks
+            data,
+            workspace=workspace,
+            seed=seed,
+            global_batch=ROWS,
+            micro_batch=ROWS // ranks,
+            rank=rank,
+            ranks=ranks,
+            model=model,
         )
 
     with TemporaryDirectory(prefix="forge-source-") as folder:

@@ -5,14 +5,13 @@ blocks of the specs. A batch without images runs the vision tower on a blank ima
 the class runs it: ranks that shard parameters then make the same collectives in the same order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.protocols.model import Objective
@@ -26,6 +25,8 @@ from forge_vlm.hf.image_arguments import PATCHES, ImageArguments
 IMAGE_TEXT = AutoClass("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "image-text model")
 MARKS = ("token_type_ids", "mm_token_type_ids")
 """Arguments of forwards that mark the placeholders of images."""
+MEDIA, IDS = ("image", "video", "vision", "audio"), ("_token_id", "_token_index")
+"""Beginnings and ends of keys with the ids of tokens that stand for media."""
 UNUSED = ("last_hidden_state", "hidden_states", "attentions")
 """Outputs of a vision tower that do not reach the text model."""
 
@@ -116,7 +117,7 @@ class ImageTextModel(CausalLM):
         found = features(**given, return_dict=True)
         # What the class does not use gets no gradient on ranks with images, so it must not get one here.
         used = {name: value for name, value in dict(found).items() if name not in UNUSED}
-        tensors = [each for each in tree_leaves(used) if isinstance(each, Tensor) and each.is_floating_point()]
+        tensors = [each for each in _tensors_in(used.values()) if each.is_floating_point()]
         return out + sum((each.sum() * 0 for each in tensors), start=out.new_zeros(()))
 
     def forward(  # type: ignore[override]  # images instead of a cache
@@ -146,9 +147,9 @@ class ImageTextModel(CausalLM):
                 asserts it.
         """
         if documents is not None:
-            self._refuse_several(documents)
+            self.refuse_several(documents)
         if self.constants_on != x.device:
-            self._move_constants(x.device)
+            self.move_constants(x.device)
         self._check(x, images, image_rows)
         body: Any = self.get_submodule(self.anatomy.body)
         takes = arguments(type(body))
@@ -214,6 +215,23 @@ class ImageTextModel(CausalLM):
         self.no_stages = f"a pipeline does not split {type(self).__name__}: images enter in front of its first block"
         return (), ()
 
+    @property
+    def without_loss(self) -> frozenset[str]:
+        """Returns the parameters of the vision tower that do not affect the features of images."""
+        tower = self.specs().roles.get("encoder", frozenset())
+        held = {name: parameter for name, parameter in self.named_parameters() if name in tower}
+        with torch.enable_grad():
+            features = self._features(self.images.blank(next(self.parameters())), torch.float32)
+            found = torch.autograd.grad(features.sum(), [*held.values()], allow_unused=True)
+        return frozenset(name for name, gradient in zip(held, found, strict=True) if gradient is None)
+
+    @property
+    def plain_ids(self) -> int:
+        """Number of ids from 0 that are plain tokens, which need no image."""
+        values: Mapping[str, Any] = self.config.to_dict()
+        marks = [value for key, value in values.items() if key.endswith(IDS) and key.startswith(MEDIA)]
+        return min([self.images.token, *(value for value in marks if isinstance(value, int))])
+
     def with_extras(self, batch: Batch) -> Batch:
         """Returns the batch with images that are a function of each row, for checks: no image, one or two. Each row becomes one
         document, because a class does not keep several apart."""
@@ -254,6 +272,17 @@ class ImageTextModel(CausalLM):
             item[rows * columns :] = 0
             item[-1, :3] = torch.tensor([1.0, rows, columns])
         return item
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among values, and in their lists, tuples and outputs of transformers."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
 
 
 def _decoder_path(module: Any) -> str:

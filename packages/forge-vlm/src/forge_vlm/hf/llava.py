@@ -70,6 +70,8 @@ LLAMA: Mapping[str, Any] = {
     "num_attention_heads": 32,
 }
 """Sizes of Llama that older folders leave out."""
+LOGIT_KEYS = ("logits_scaling", "logit_scale")
+"""Keys of text models with a factor on their logits."""
 
 
 class Llava:
@@ -266,7 +268,8 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
             "for is not clear. Write null there for what transformers computes of this folder",
         )
     if decoder.logit_multiplier != 1:
-        keys.fault("text_config.logits_scaling", f"the text model divides its logits, and {ARCHITECTURE} does not; write 1 there")
+        key = next(name for name in LOGIT_KEYS if name in family.defaults)
+        keys.fault(f"text_config.{key}", f"the text model scales its logits, and {ARCHITECTURE} does not; write 1 there")
     if family.scales_inputs and decoder.embed_multiplier != 1:
         keys.fault(
             "text_config.embedding_multiplier",

@@ -171,7 +171,7 @@ def nested(family: Family, where: str) -> Family:
     Raises:
         Unsupported: the names of its tensors there are not known.
     """
-    if family.outside or type(family).spelled is not Family.spelled:
+    if family.outside or family.layers != Family.layers or type(family).spelled is not Family.spelled:
         raise Unsupported(f"{where}: a text model of the family {family.model_type!r} inside of another model is not implemented")
     return family
 
