@@ -255,6 +255,7 @@ class IndexedMLA(MLA):
     fewer products than MLA does.
     """
 
+    key_class: ClassVar = IDENTITY
     feature: ClassVar[str] = "indexer"
     """Name of what tests must prove in each layout."""
     whole_rows: ClassVar[tuple[str, ...]] = ("model.attention.top_k, which chooses among the keys of a whole row",)
