@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,14 @@ from harness import commands
 from harness.closeness import below
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def precision_kept() -> Iterator[None]:
+    """Benchmarks of GPUs set the precision of products for their process, which is that of other tests here."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture

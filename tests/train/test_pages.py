@@ -157,6 +157,9 @@ def test_recipes_of_the_pages_have_no_fault(everything) -> None:
     for name in ("base", "exported", "models/SmolLM3-3B"):  # folders that commands of pages make, or that users have
         (everything / name).mkdir(parents=True)
         (everything / name / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
+    seeing = everything / "models/SmolVLM-256M-Instruct"
+    seeing.mkdir(parents=True)
+    (seeing / "config.json").write_text(json.dumps({"model_type": "smolvlm"}))
     for name in recipes:
         load_recipe(everything / name, [], 1)
     fragments = [text for page in PAGES for text in blocks(page, "toml") if not text.startswith("# ")]
