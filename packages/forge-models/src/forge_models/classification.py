@@ -74,12 +74,11 @@ class ClassificationLoss(BatchObjective):
         return LossTerms(total, labeled.sum(), metrics, each.sum(1))
 
     def with_targets(self, batch: Batch) -> Batch:
-        """Returns a batch of random tokens with a label, 0 or 1, at the last token of each document, if that has one, and no
-        other."""
+        """Returns a batch of random tokens with a label, 0 or 1, at the last token of each document, and no other."""
         last = torch.ones_like(batch.labels, dtype=torch.bool)
         if batch.documents is not None:
             last[:, :-1] = batch.documents[:, 1:] != batch.documents[:, :-1]
             last &= batch.documents != PADDING
         else:
             last[:, :-1] = False
-        return replace(batch, labels=(batch.tokens % 2).where(last & (batch.labels != IGNORE), IGNORE))
+        return replace(batch, labels=(batch.tokens % 2).where(last, IGNORE))

@@ -149,7 +149,7 @@ class ObjectiveChecks:
     @staticmethod
     def check_sums(component: Any) -> None:
         """Checks that `sum`, `tokens`, metrics and gradients of micro-batches add up to those of the whole batch."""
-        head, hidden, labels = _given()
+        head, hidden, labels = _given(component)
         whole, gradients = _terms(component, head, hidden, labels)
         for cut in (1, 2):
             one, grad_one = _terms(component, head, hidden[:cut], labels[:cut])
@@ -167,7 +167,7 @@ class ObjectiveChecks:
         without a label add nothing to `sum`."""
         from forge_core.batch import IGNORE
 
-        head, hidden, labels = _given()
+        head, hidden, labels = _given(component)
         terms, _ = _terms(component, head, hidden, labels)
         counts = getattr(component.build(), "counts", None)
         valid = int((labels != IGNORE).sum() if counts is None else counts(_batch(component, labels)).sum())
@@ -178,7 +178,7 @@ class ObjectiveChecks:
     @staticmethod
     def check_rows(component: Any) -> None:
         """Checks that `rows`, if returned, are the contributions of each row to `sum`."""
-        head, hidden, labels = _given()
+        head, hidden, labels = _given(component)
         terms, _ = _terms(component, head, hidden, labels)
         if terms.rows is None:
             return
@@ -192,14 +192,14 @@ class ObjectiveChecks:
         """Checks that a batch without labels gives 0 with a graph and gradients of 0: such ranks join the step."""
         from forge_core.batch import IGNORE
 
-        head, hidden, labels = _given()
+        head, hidden, labels = _given(component)
         terms, gradients = _terms(component, head, hidden, torch.full_like(labels, IGNORE))
         assert int(terms.tokens) == 0, f"tokens is {int(terms.tokens)} without labels"
         assert float(terms.sum) == 0, f"`sum` is {float(terms.sum)} without labels, not 0"
         assert not bool(gradients.any()), "gradients are not 0 without labels"
 
 
-def _given() -> Any:
+def _given(component: Any) -> Any:
     from forge_core.batch import IGNORE
     from forge_models.blocks.head import Head
 
@@ -208,6 +208,8 @@ def _given() -> Any:
     labels = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(3))
     labels[0, 2:] = IGNORE  # rows with different numbers of labels, to detect a mean over rows
     labels[2, 0] = IGNORE
+    if getattr(component, "classifies", False):  # labels of whole texts
+        labels = _batch(component, labels).labels
     return head, modules.drawn(rows, length, width), labels
 
 
@@ -226,8 +228,6 @@ def _terms(component: Any, head: Any, hidden: Any, labels: Any) -> Any:
     head.zero_grad(set_to_none=True)
     shift = torch.zeros(hidden.shape[-1], dtype=hidden.dtype, requires_grad=True)
     objective = component.build()
-    if hasattr(objective, "with_targets"):
-        labels = _batch(component, labels).labels
     if hasattr(objective, "bound"):
         objective = objective.bound(_batch(component, labels))
     terms = objective(head, hidden + shift, labels)
