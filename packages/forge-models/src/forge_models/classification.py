@@ -64,7 +64,7 @@ class ClassificationLoss(BatchObjective):
         weights = None
         if self.class_weights:
             wide = torch.promote_types(hidden.dtype, torch.float32)
-            table = torch.tensor(self.class_weights, dtype=wide, device=labels.device)
+            table = torch.tensor(self.class_weights, dtype=wide).to(labels.device, non_blocking=True)
             weights = table[labels.clamp(min=0)]
         total, nll, _ = head.loss(hidden, labels, weights=weights)
         each = nll if weights is None else nll * weights

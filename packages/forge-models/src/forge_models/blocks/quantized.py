@@ -93,10 +93,6 @@ def dequantized(codes: Tensor, scale: Tensor, kind: Format, dtype: torch.dtype =
     return (pairs.flatten(-2).unflatten(-1, (-1, NF4_BLOCK)) * factor.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _is_stack(module: object) -> bool:
-    return isinstance(module, Experts)
-
-
 class FrozenProduct(torch.autograd.Function):
     """Multiplies rows with a quantized matrix. Keeps the codes for the backward, and dequantizes them again there."""
 
@@ -224,7 +220,8 @@ def quantize(model: nn.Module, names: Sequence[str], kind: Format) -> None:
     for name in names:
         path, _, slot = name.rpartition(".")
         owner: Any = model.get_submodule(path)
-        if not _is_stack(owner):
+        stacked = isinstance(owner, Experts)
+        if not stacked:
             owner, slot = model.get_submodule(name), "weight"
             owner.dims = specs[f"{name}.weight"].dims
         matrix = getattr(owner, slot)
