@@ -66,6 +66,22 @@ def test_images_change_the_logits_of_their_row_only() -> None:
     assert (before[0, 2:] - after[0, 2:]).abs().amax(-1).min() > 1e-6
 
 
+@pytest.mark.parametrize("kind", FAST)
+def test_a_batch_of_text_gives_the_parameters_of_the_tower_gradients_of_zero(kind: str) -> None:
+    """Those that a batch with images gives a gradient, so that all ranks communicate alike; logits are those of the class."""
+    batches = [one for one, _ in walk.rows(kind)]
+    given = []
+    for batch in (walk._joined(batches), walk.Batch(torch.full((1, 6), 5), None)):
+        model: Any = walk.realized(walk.component(kind), "dp1")
+        model.part(batch.tokens, **(batch.extras or {})).square().sum().backward()
+        given.append({name: tensor.grad for name, tensor in model.tensors() if tensor.grad is not None})
+    seeing, text = given
+    assert seeing.keys() == text.keys()
+    tower = [name for name in text if "vision" in name or "visual" in name]
+    assert len(tower) > 5 and not any(text[name].any() for name in tower)
+    assert any(seeing[name].any() for name in tower)
+
+
 @pytest.mark.parametrize("change", ["fewer", "more", "swapped"])
 def test_rows_with_other_numbers_of_placeholders_are_refused(change: str) -> None:
     """transformers counts those of the whole batch, and would take the image of another row."""

@@ -316,6 +316,11 @@ def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
             "model.attention.causal = false: the model fills in masked tokens and cannot generate text token by token; use a "
             "causal model"
         )
+    if labels := getattr(model.shape, "labels", 0):
+        raise GenerationError(
+            f"the model is a classifier of {labels} labels (model.labels) and predicts no next token; use `forge-train evaluate` on "
+            "labeled texts, or generate with the model that it started from"
+        )
     if max_tokens < 1:
         raise GenerationError(f"max_tokens {max_tokens} must be at least 1")
     if prefill is not None and prefill < 1:
