@@ -318,8 +318,8 @@ def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
         )
     if labels := getattr(model.shape, "labels", 0):
         raise GenerationError(
-            f"the model is a classifier of {labels} labels (model.labels) and predicts no next token; use `forge-train evaluate` on "
-            "labeled texts, or generate with the model that it started from"
+            f"the model is a classifier of {labels} labels (model.labels) and predicts no next token; use `forge-train evaluate` "
+            "on labeled texts, or generate with the model that it started from"
         )
     if max_tokens < 1:
         raise GenerationError(f"max_tokens {max_tokens} must be at least 1")
