@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_models import DecoderConfig, initialize
-from forge_models.blocks.mamba import GroupNorm, StateSpaceMixer
+from forge_models.blocks.mamba import GatedGroupNorm, StateSpaceMixer
 from forge_models.components.recurrent import Hybrid
 from forge_models.components.state_space import Mamba2
 from forge_models.flops import count_flops
@@ -105,7 +105,7 @@ def test_equals_the_layer_of_transformers_with_all_gradients(kind: str, bias: bo
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_the_norm_equals_its_formula(gate_first: bool, compiled: bool) -> None:
-    norm = GroupNorm(3, 4, 1e-3, gate_first).double()
+    norm = GatedGroupNorm(3, 4, 1e-3, gate_first).double()
     spread(norm, 0)
     draw = torch.Generator().manual_seed(0)
     x, z, grad = (torch.randn(2, 5, 12, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3))

@@ -78,7 +78,7 @@ class HeadSteps(nn.Module):
         return {"": ModuleSpec((HEADS,), (HEADS, HEADS))}
 
 
-class GroupNorm(nn.Module):
+class GatedGroupNorm(nn.Module):
     """RMSNorm over the channels of each group, times SiLU of a gate, in fp32, rounded once.
 
     With `gate_first` it is the norm of x * silu(z), otherwise the norm of x, times silu(z).
@@ -97,7 +97,7 @@ class GroupNorm(nn.Module):
             parts = wide.unflatten(-1, (-1, self.width))
             normed = (parts * (parts.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
             return (normed if self.gate_first else normed * gate).to(z.dtype)
-        return _GroupNorm.apply(x, z, self.weight, self.width, self.eps, self.gate_first)
+        return _GatedGroupNorm.apply(x, z, self.weight, self.width, self.eps, self.gate_first)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the spec of the weight, which starts at 1."""
@@ -108,7 +108,7 @@ class GroupNorm(nn.Module):
         return {"": ModuleSpec((HEADS, HEADS), (HEADS,))}
 
 
-class _GroupNorm(torch.autograd.Function):
+class _GatedGroupNorm(torch.autograd.Function):
     """The norm without the tensors that autograd would keep for each of its factors."""
 
     @staticmethod
@@ -183,7 +183,7 @@ class StateSpaceMixer(nn.Module):
         self.b_conv = HeadFilter(keys, conv_width, conv_bias)
         self.c_conv = HeadFilter(keys, conv_width, conv_bias)
         self.steps = HeadSteps(heads, step_min, step_max)
-        self.norm = GroupNorm(values // groups, groups, norm_eps, gate_first)
+        self.norm = GatedGroupNorm(values // groups, groups, norm_eps, gate_first)
         self.o_proj = Linear(values, context.dim, bias)
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
