@@ -248,7 +248,7 @@ class FieldInfo(NamedTuple):
 
 def fields_of(cls: type) -> tuple[FieldInfo, ...]:
     """Returns the fields of a section or component, with resolved types."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _types_of(cls)
     return tuple(
         FieldInfo(
             name=item.name,
@@ -260,6 +260,12 @@ def fields_of(cls: type) -> tuple[FieldInfo, ...]:
         for item in dataclasses.fields(cls)
         if item.init
     )
+
+
+@cache
+def _types_of(cls: type) -> dict[str, Any]:
+    """Returns the resolved annotations of `cls`; to resolve them takes 0.1 ms, and commands ask for them thousands of times."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def class_of_keys(cls: type) -> KeyClass | None:

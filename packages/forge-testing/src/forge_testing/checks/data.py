@@ -160,20 +160,22 @@ class SourceChecks:
     @staticmethod
     def check_order(component: Any) -> None:
         """Checks that the samples of a step are the same at every start and on any number of ranks, but not for another seed."""
-        single = _samples(component, seed=1)
-        assert _samples(component, seed=1) == single, "a second start with the same seed reads other samples"
-        both = [_samples(component, seed=1, rank=rank, ranks=2) for rank in range(2)]
-        together = [sorted(a + b) for a, b in zip(*both, strict=True)]
-        assert together == [sorted(rows) for rows in single], "in a step, two ranks read other samples than one rank"
-        assert _samples(component, seed=2) != single, "another seed results in the same order"
+        with _workspace() as here, _workspace() as elsewhere:
+            single = _samples(component, here, seed=1)
+            assert _samples(component, elsewhere, seed=1) == single, "a second start with the same seed reads other samples"
+            both = [_samples(component, here, seed=1, rank=rank, ranks=2) for rank in range(2)]
+            together = [sorted(a + b) for a, b in zip(*both, strict=True)]
+            assert together == [sorted(rows) for rows in single], "in a step, two ranks read other samples than one rank"
+            assert _samples(component, here, seed=2) != single, "another seed results in the same order"
 
     @staticmethod
     def check_resume(component: Any) -> None:
         """Checks that a cursor is JSON, and that a new start from the cursor of any step continues with the same samples."""
-        whole = _samples(component, seed=1)
-        for step in range(1, STEPS):
-            rest = _samples(component, seed=1, begin=step)
-            assert rest == whole[step:], f"a run that resumes after step {step} reads other samples than the run did"
+        with _workspace() as here:
+            whole = _samples(component, here, seed=1)
+            for step in range(1, STEPS):
+                rest = _samples(component, here, seed=1, begin=step)
+                assert rest == whole[step:], f"a run that resumes after step {step} reads other samples than the run did"
 
 
 def _documents(source: Any, shard: int) -> list[Any]:
@@ -200,11 +202,20 @@ def _opened(component: Any) -> Iterator[Any]:
     from forge_core.protocols.data import SourceContext
     from forge_data.tokenizers.bytes import ByteTokenizer
 
+    with _workspace() as folder:
+        yield component.build(SourceContext(folder, ByteTokenizer(), LENGTH, lambda _: None))
+
+
+@contextmanager
+def _workspace() -> Iterator[Path]:
+    """Yields an empty folder, in which the first start prepares what later starts open, as those of a run."""
     with TemporaryDirectory(prefix="forge-source-") as folder:
-        yield component.build(SourceContext(Path(folder), ByteTokenizer(), LENGTH, lambda _: None))
+        yield Path(folder)
 
 
-def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: int = 0) -> list[list[tuple[int, ...]]]:
+def _samples(
+    component: Any, workspace: Path, seed: int, rank: int = 0, ranks: int = 1, begin: int = 0
+) -> list[list[tuple[int, ...]]]:
     """Returns the rows of each step from `begin` on, read by a new start from the cursor of this step."""
     from itertools import islice
 
@@ -225,7 +236,7 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
         packing=packing,
     )
 
-    def start(workspace: Path) -> Any:
+    def start() -> Any:
         return open_stream(
             data,
             workspace=workspace,
@@ -237,14 +248,13 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
             model=model,
         )
 
-    with TemporaryDirectory(prefix="forge-source-") as folder:
-        stream = start(Path(folder))
-        cursor = stream.start()
-        if begin:
-            reached = [after for _, after in islice(stream.from_cursor(cursor), begin)][-1]
-            stream, cursor = start(Path(folder)), json.loads(json.dumps(reached))
-        steps = islice(stream.from_cursor(cursor), STEPS - begin)
-        return [[tuple(row) for batch in batches for row in batch.tokens.tolist()] for batches, _ in steps]
+    stream = start()
+    cursor = stream.start()
+    if begin:
+        reached = [after for _, after in islice(stream.from_cursor(cursor), begin)][-1]
+        stream, cursor = start(), json.loads(json.dumps(reached))
+    steps = islice(stream.from_cursor(cursor), STEPS - begin)
+    return [[tuple(row) for batch in batches for row in batch.tokens.tolist()] for batches, _ in steps]
 
 
 PLAIN = "the gradient of the layer"
