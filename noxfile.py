@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Everything that needs no accelerator and no patience, two at a time; `-- -n 0` runs one by one."""
-    _pytest(session, FAST, "-n", "2", "--dist", "worksteal")
+    with _files_in_memory() as variables:
+        _pytest(session, FAST, "-n", "2", "--dist", "worksteal", environment=variables)
 
 
 @nox.session(venv_backend="none")
@@ -363,6 +365,17 @@ def _pytest(
     variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
     arguments = ("-m", which, *options, *session.posargs)
     session.run(python or _tool("python"), "-m", "pytest", *arguments, external=True, env=variables, success_codes=list(success))
+
+
+@contextmanager
+def _files_in_memory() -> Iterator[dict[str, str]]:
+    """Yields the variables with which temporary files are in memory, if 8 GiB are free there: each `fsync` waits for a disk."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or shutil.disk_usage(memory).free < 8 << 30:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="forge-tests-", dir=memory) as folder:
+        yield {"TMPDIR": folder}
 
 
 def _workshop(session: nox.Session, tools: bool = True) -> None:
