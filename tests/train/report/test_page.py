@@ -13,8 +13,11 @@ from xml.etree import ElementTree
 import pytest
 
 from forge_core.terminal import size
+from forge_train.report.curves import History
 from forge_train.report.html import embedded, static, table
 from forge_train.report.page import commit, machine, report, versions, write_report
+from forge_train.report.record import RunRecord
+from forge_train.report.results import results
 from forge_train.trackers import JsonlTracker
 
 SUMMARY = {
@@ -136,6 +139,28 @@ def test_the_result_table_is_right(run) -> None:
     assert ["held_out", "600", *told] in rows
     assert ["unigram entropy of the corpus", "", "6.2500", f"{math.exp(6.25):.2f}", "", "", ""] in rows
     assert ["checkpoints/step-600", "600", size(87_654_321)] in rows
+
+
+def test_a_classifier_has_its_accuracy_and_no_perplexity(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.write(1, {"loss": 0.7, "tokens": 9, "evaluation/held/loss": 0.6, "evaluation/held/accuracy": 0.75})
+    page = Page(write_report(tmp_path, {"metrics": ["accuracy"]}).read_text())
+    assert ["training", "1", "0.7000", "-", "0.7000 (1)"] in page.rows
+    assert ["held", "1", "0.6000", "0.7500", "0.6000 (1)"] in page.rows
+    assert ["loss on", "step", "loss", "accuracy", "lowest (step)"] in page.rows
+
+
+def test_beside_a_classifier_a_language_model_keeps_its_perplexity() -> None:
+    history = History.of([{"step": 1, "loss": 2.0}])
+    runs = [RunRecord("a", summary={"metrics": ["accuracy"]}, history=history), RunRecord("b", history=history)]
+    found = Page(results(runs)).rows
+    assert found[0] == [
+        *("run", "loss on", "step", "loss", "perplexity", "bits per byte", "below the entropy by", "accuracy", "lowest (step)")
+    ]
+    assert [row[1:] for row in found[1:]] == [
+        ["training", "1", "2.0000", "-", "-", "-", "-", "2.0000 (1)"],
+        ["training", "1", "2.0000", f"{math.exp(2):.2f}", "-", "-", "-", "2.0000 (1)"],
+    ]
 
 
 def test_every_metric_has_its_chart_and_points(run) -> None:

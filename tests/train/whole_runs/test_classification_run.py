@@ -13,6 +13,7 @@ from forge_models.hf.converter import HfConverter
 from forge_train.inference.evaluation import recipe_for, scores
 from forge_train.inference.stored import load_model, open_weights
 from forge_train.recipe.load import load_recipe
+from forge_train.report.page import data_facts
 from harness.pool import World
 from train.runs import EXERCISES, prepared, train
 
@@ -83,6 +84,7 @@ def test_the_accuracy_is_that_of_each_text_alone(recipe: Path, tmp_path: Path) -
     found = {name: logged(tmp_path / "run", f"evaluation/held_out/{name}")[-1] for name in ("accuracy", "loss")}
     assert found == {"accuracy": pytest.approx(right / count), "loss": pytest.approx(total / count, rel=1e-9)}
     (score,) = scores(weights, recipe_for(weights, None, [], 1, registry), torch.device("cpu"), registry, lambda _: None)
+    assert data_facts(run) == {"metrics": ["accuracy"]}, "so the report shows no perplexity"
     assert score.metrics == {"accuracy": pytest.approx(right / count)} and score.loss == pytest.approx(total / count, rel=1e-9)
 
 

@@ -10,6 +10,7 @@
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
     unigram_entropy     nats per token of the training corpus
     bytes_per_token     evaluation set -> mean bytes of text per predicted token; gives bits per byte
+    metrics             names of the objective's own metrics, such as "accuracy"; its loss then has no perplexity
     samples             list of {"prompt", "text"} and anything else, such as "temperature"
     answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
     routing             {"step", "layers": mapping of a layer to its experts' loads divided by their mean}
@@ -41,6 +42,7 @@ from forge_core.machine import processor_name, usable_cores
 from forge_core.redaction import redacted, redacted_text
 from forge_core.terminal import size
 from forge_train.directory import previous
+from forge_train.hooks.evaluation import evaluated
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
 from forge_train.report.curves import limit
 from forge_train.report.html import document, embedded, heat, rows, section, static, swatch, table
@@ -355,7 +357,10 @@ def write_run_report(run: "Run", recipe: "Recipe", reason: str, warnings: list[s
 
 
 def data_facts(run: "Run") -> dict[str, Any]:
-    """Returns the unigram entropy of the corpus, and the mean bytes of text per predicted token of each held-out set."""
+    """Returns the unigram entropy of the corpus, and the mean bytes of text per predicted token of each held-out set; or the
+    metrics of an objective that does not predict each token."""
+    if metrics := evaluated(run.job.objective):
+        return {"metrics": list(metrics)}
     sets = {name: found.predicted() for name, found in run.evaluations.items()}
     known = {name: found for name, found in sets.items() if found is not None}
     return {

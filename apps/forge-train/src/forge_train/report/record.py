@@ -157,6 +157,7 @@ _SHAPES: Mapping[str, _Is] = {
     "answers": _each(_table),
     "checkpoints": _each(lambda value: isinstance(value, dict) and _number(value.get("bytes", 0))),
     "warnings": _each(_text),
+    "metrics": _each(_text),
     "config": lambda value: isinstance(value, str) or _each(_table)(value),
 }
 """Checks of the values of summary keys; see `forge_train.report.page`."""

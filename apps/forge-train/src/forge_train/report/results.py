@@ -50,44 +50,57 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def results(runs: Sequence[RunRecord]) -> str:
-    """Returns a table of losses: nats per token, perplexity, bits per byte if known, and the distance to the unigram entropy."""
-    found = [(number, line) for number, run in enumerate(runs) for line in _lines(run)]
+    """Returns a table of losses: nats per token, perplexity, bits per byte if known, and the distance to the unigram entropy.
+    Runs whose objective has metrics of its own, such as the accuracy, have these instead of what only nats per token have."""
+    own = list(dict.fromkeys(metric for run in runs for metric in run.summary.get("metrics", ())))
+    found = [(number, line) for number, run in enumerate(runs) for line in _lines(run, own)]
     order = list(dict.fromkeys(line[0] for _, line in found))
     found.sort(key=lambda pair: order.index(pair[1][0]))  # runs next to each other, set by set
     if not found:
         return ""
     several = len(runs) > 1
-    marked = [number for number, _ in found]
     table = [[runs[number].label, *line] if several else line for number, line in found]
-    head = ["loss on", "step", "nats per token", "perplexity", "bits per byte", "below the entropy by", "lowest (step)"]
+    has_tokens = any("metrics" not in run.summary for run in runs)
+    of_tokens = ["perplexity", "bits per byte", "below the entropy by"] if has_tokens else []
+    head = ["loss on", "step", "loss" if own else "nats per token", *of_tokens, *own, "lowest (step)"]
     note = (
         '<p class="dim">The unigram entropy is the loss of a model that predicts each token by its frequency in the training '
         "corpus; a model with a lower loss has learned from context.</p>"
     )
+    if not has_tokens:
+        table = [[*line[: 3 + several], *line[6 + several :]] for line in table]
     made = rows(
-        ["run", *head] if several else head, table, numbers=range(1 + several, 7 + several), runs=marked if several else ()
+        ["run", *head] if several else head,
+        table,
+        numbers=range(1 + several, len(head) + several),
+        runs=[number for number, _ in found] if several else (),
     )
     return made + (note if any("unigram_entropy" in run.summary for run in runs) else "")
 
 
-def _lines(run: RunRecord) -> list[list[Any]]:
+def _lines(run: RunRecord, metrics: Sequence[str]) -> list[list[Any]]:
     entropy = run.summary.get("unigram_entropy")
-    lines = [line for what, key in [("training", "loss"), *_evaluated(run)] if (line := _result(run, what, key, entropy))]
+    lines = [
+        line for what, key in [("training", "loss"), *_evaluated(run)] if (line := _result(run, what, key, entropy, metrics))
+    ]
     if lines and entropy is not None:
-        lines.append(["unigram entropy of the corpus", "", _loss(entropy), _perplexity(entropy), "", "", ""])
+        empty = [""] * (3 + len(metrics))
+        lines.append(["unigram entropy of the corpus", "", _loss(entropy), _perplexity(entropy), *empty])
     return lines
 
 
-def _result(run: RunRecord, what: str, key: str, entropy: float | None) -> list[Any]:
+def _result(run: RunRecord, what: str, key: str, entropy: float | None, metrics: Sequence[str]) -> list[Any]:
     series = _series(run, key)
     if not series.steps:
         return []
     loss, per_token = series.last, run.summary.get("bytes_per_token", {}).get(what, 0)
-    bits = f"{bits_per_byte(loss, 1, per_token):.4f}" if per_token > 0 and math.isfinite(loss) else "-"
-    below = f"{entropy - loss:+.4f}" if entropy is not None else "-"
+    shown = ABSENT if "metrics" in run.summary else _perplexity(loss)
+    bits = f"{bits_per_byte(loss, 1, per_token):.4f}" if per_token > 0 and math.isfinite(loss) else ABSENT
+    below = f"{entropy - loss:+.4f}" if entropy is not None else ABSENT
+    own = [_loss(_series(run, f"{key.removesuffix('loss')}{metric}").last) or ABSENT for metric in metrics]
     finite = [(value, step) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
-    lowest = "{:.4f} ({:,})".format(*min(finite)) if finite else "-"
-    return [what, series.steps[-1], _loss(loss), _perplexity(loss), bits, below, lowest]
+    lowest = "{:.4f} ({:,})".format(*min(finite)) if finite else ABSENT
+    return [what, series.steps[-1], _loss(loss), shown, bits, below, *own, lowest]
 
 
 def mixture(runs: Sequence[RunRecord]) -> str:
