@@ -188,7 +188,7 @@ def test_schedules_agree_after_the_warmup(migrated: "Migrate", text: str, style:
         ("--num-experts 8 --moe-router-score-function sigmoid", "model.moe.router.bias_rate", 0.0),
         ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*24)", "model.moe.first_dense", 3),
         ("--num-experts 8 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 1024", "model.moe.shared", 2),
-        ("--rampup-batch-size 16 16 5000 --global-batch-size 64", "train.global_batch", 64),
+        ("--rampup-batch-size 16 16 5000 --global-batch-size 64", "train.global_batch", 16),
         ("--step-batch-size-schedule 0:384 --step-batch-size-schedule 0:384,200B:768", "train.global_batch", 768),
         ("--data-path 0.3 a 0.7 b", "data.sources.1.weight", 0.7),
         ("--data-path a b", "data.sources.1.path", "b"),
@@ -213,6 +213,50 @@ def test_schedules_agree_after_the_warmup(migrated: "Migrate", text: str, style:
 )
 def test_single_values(migrated: "Migrate", text: str, path: str, value: object) -> None:
     assert migrated("args.txt", f"{text}\n", framework="megatron").at(path) == value
+
+
+def megatron_batches(first: int, increment: int, samples: int, last: int, enough: int) -> list[int]:
+    """Sizes of the steps that read `enough` sequences. Before each step, Megatron asks which share of the ramp has been read."""
+    read, sizes = 0, []
+    while read < enough:
+        shares = (last - first) // increment
+        done = shares if read > samples else int(read / (samples / shares))
+        sizes.append(min(last, first + done * increment))
+        read += sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("first", "increment", "samples", "last"),
+    [(16, 16, 5000, 64), (32, 32, 96, 256), (8, 4, 64, 12), (256, 128, 50_000, 1024), (2, 2, 7, 16)],
+)
+def test_a_ramp_of_batches_has_the_sizes_of_megatron(
+    migrated: "Migrate", first: int, increment: int, samples: int, last: int
+) -> None:
+    enough = 2 * samples + 3 * last
+    ramp = f"--rampup-batch-size {first} {increment} {samples} --global-batch-size {last} --lr 1e-3"
+    found = migrated("args.txt", f"{ramp} --train-samples {enough} --lr-warmup-samples {samples // 2} --lr-decay-style cosine\n")
+    sizes = megatron_batches(first, increment, samples, last, enough)
+    phases = found.at("data.phases")
+    starts = {0: found.at("train.global_batch")} | {phase["start"]: phase["global_batch"] for phase in phases}
+    assert [starts[max(start for start in starts if start <= step)] for step in range(len(sizes))] == sizes
+    assert found.at("train.max_steps") == len(sizes)
+    assert found.at("schedule.warmup") == len(megatron_batches(first, increment, samples, last, samples // 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--rampup-batch-size 16 16 --global-batch-size 64", "needs three whole numbers"),
+        ("--rampup-batch-size 16 20 5000 --global-batch-size 64", "20 does not lead from 16 to global-batch-size = 64"),
+        ("--rampup-batch-size 64 16 5000 --global-batch-size 64", "16 does not lead from 64"),
+        ("--rampup-batch-size 16 16 5000", "global-batch-size = absent"),
+    ],
+)
+def test_a_ramp_that_cannot_be_read_is_named(migrated: "Migrate", text: str, why: str) -> None:
+    found = migrated("args.txt", f"{text} --train-samples 10000 --lr 1e-3\n")
+    (said,) = [outcome for outcome in found.migration.outcomes if outcome.key == "rampup-batch-size"]
+    assert why in str(said) and "phases" not in found.migration.recipe.get("data", {})
 
 
 YAML = """

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge_train.migration.concepts import (
     Axes,
@@ -62,8 +63,7 @@ def translate(migration: Migration) -> None:
     translate_model(migration)
     translate_experts(migration)
     axes = _layout(migration)
-    batch = _batch(migration, axes)
-    _schedule(migration, batch)
+    _schedule(migration, _batch(migration, axes))
     _optimizer(migration)
     _precision(migration)
     _data(migration)
@@ -139,7 +139,38 @@ def _stages(migration: Migration, axes: Axes) -> None:
     migration.write("parallel.pipeline.schedule.stages_per_rank", count, key, note="stages of each rank")
 
 
-def _batch(migration: Migration, axes: Axes) -> int:
+class Batches(NamedTuple):
+    """Sequences per step, which may grow during a run.
+
+    Attributes:
+        sizes: (first step, sequences per step, sequences before this step) of each size, in order.
+    """
+
+    sizes: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def ramp(cls, first: int, increment: int, samples: int, last: int) -> "Batches":
+        """Returns the sizes `first`, `first + increment`, ... `last`, which share the first `samples` sequences evenly. A size
+        begins with the first step before which its share has been read, as Megatron decides before each step."""
+        sizes, increments = [(0, first, 0)], (last - first) // increment
+        for number in range(1, increments + 1):
+            step, batch, read = sizes[-1]
+            steps = max(0, ceil(Fraction(number * samples - read * increments, increments * batch)))
+            if not steps:  # a share of less than a batch
+                sizes.pop()
+            sizes.append((step + steps, first + number * increment, read + steps * batch))
+        return cls(tuple(sizes))
+
+    def steps(self, samples: int) -> int:
+        """Returns the number of steps that read `samples` sequences, rounded up."""
+        step, batch, read = [size for size in self.sizes if size[2] < samples or size[0] == 0][-1]
+        return step + ceil((samples - read) / batch)
+
+    def __str__(self) -> str:
+        return "batch of " + " to ".join(dict.fromkeys(str(size) for _, size, _ in (self.sizes[0], self.sizes[-1])))
+
+
+def _batch(migration: Migration, axes: Axes) -> Batches:
     if migration.get("micro-batch-size") is None:
         migration.fill_in(
             "train.micro_batch", 1, "sequences of one forward pass: the file has no readable --micro-batch-size", active=True
@@ -147,36 +178,63 @@ def _batch(migration: Migration, axes: Axes) -> int:
         micro = 1
     else:
         micro = migration.positive("micro-batch-size")
-    for key in ("rampup-batch-size", "step-batch-size-schedule"):
-        if migration.get(key) is not None:
-            migration.cannot(
-                key, "write [[data.phases]] with the start step and global_batch of each size; the final size is written"
-            )
+    if migration.get("step-batch-size-schedule") is not None:
+        what = "write [[data.phases]] with the start step and global_batch of each size; the final size is written"
+        migration.cannot("step-batch-size-schedule", what)
     total = migration.get("global-batch-size")
     if total is None and (schedule := re.findall(r":(\d+)", str(migration.get("step-batch-size-schedule") or ""))):
         total = int(schedule[-1])
         migration.write("train.global_batch", total, note="the last size")
         migration.remark("train.global_batch", "the last size of step-batch-size-schedule")
     elif total is None:
+        _ramp(migration, 0)
         write_batch(migration, micro, 1, axes, ("micro-batch-size",), "micro-batch-size", "micro-batch-size * data ranks")
-        return migration.recipe["train"]["global_batch"]
+        return Batches(((0, migration.recipe["train"]["global_batch"], 0),))
     else:
         total = migration.positive("global-batch-size")
-        migration.write("train.global_batch", total, "global-batch-size")
+    batches = _ramp(migration, total)
+    if migration.get("global-batch-size") is not None:
+        first = batches.sizes[0][1]
+        migration.write("train.global_batch", first, "global-batch-size" if first == total else "rampup-batch-size")
+        if first != total:
+            migration.drop("global-batch-size", "the last of data.phases")
     ranks = axes.data_ranks(migration.world)
     if migration.get("micro-batch-size") is not None:
         if ranks is None:
             migration.write("train.micro_batch", micro, "micro-batch-size")
         else:
-            write_micro_batch(migration, micro, total, ranks, "micro-batch-size")
-    return total
+            write_micro_batch(migration, micro, batches.sizes[0][1], ranks, "micro-batch-size")
+    return batches
 
 
-def _schedule(migration: Migration, batch: int) -> None:
+def _ramp(migration: Migration, total: int) -> Batches:
+    """Writes the phases of `rampup-batch-size`, whose last size is `total`."""
+    key = "rampup-batch-size"
+    values = migration.get(key)
+    if values is None:
+        return Batches(((0, total, 0),))
+    given = values if isinstance(values, list) else [values]
+    if not (len(given) == 3 and all(isinstance(value, int) and value >= 0 for value in given)):
+        migration.cannot(key, "needs three whole numbers, the first size, the increment and sequences; the final size is written")
+        return Batches(((0, total, 0),))
+    first, increment, samples = given
+    if not (0 < first < total and increment and (total - first) % increment == 0):
+        what = f"{increment} does not lead from {first} to global-batch-size = {total or 'absent'}; the final size is written"
+        migration.cannot(key, what)
+        return Batches(((0, total, 0),))
+    batches = Batches.ramp(first, increment, samples, total)
+    for index, (step, size, _) in enumerate(batches.sizes[1:]):
+        note = "" if index else f"{first} to {total} sequences in the first {samples:,}"
+        migration.write(f"data.phases.{index}.start", step, key, note=note)
+        migration.write(f"data.phases.{index}.global_batch", size, key)
+    return batches
+
+
+def _schedule(migration: Migration, batches: Batches) -> None:
     get = migration.get
-    steps = _steps_of(migration, "train-iters", "train-samples", batch)
+    steps = _steps_of(migration, "train-iters", "train-samples", batches)
     end_key = "lr-decay-samples" if get("lr-decay-samples") is not None else "lr-decay-iters"
-    end = _steps_of(migration, "lr-decay-iters", "lr-decay-samples", batch)
+    end = _steps_of(migration, "lr-decay-iters", "lr-decay-samples", batches)
     if steps is None:
         what = "the file has no readable --train-iters or --train-samples"
         if end is None:
@@ -187,15 +245,15 @@ def _schedule(migration: Migration, batch: int) -> None:
         steps = end
     else:
         key = "train-iters" if get("train-iters") is not None else "train-samples"
-        note = "" if key == "train-iters" else f"samples divided by the batch of {batch}, rounded up"
+        note = "" if key == "train-iters" else f"samples divided by the {batches}, rounded up"
         migration.write("train.max_steps", steps, key, note=note)
     end = end or steps
     if get("lr-warmup-fraction") is not None:
         warmup_key, warmup = "lr-warmup-fraction", round(migration.number("lr-warmup-fraction") * end)
         note = f"{get(warmup_key)} of the {end} steps of the decay; {WARMUP}"
     elif get("lr-warmup-samples"):
-        warmup_key, warmup = "lr-warmup-samples", round(migration.integer("lr-warmup-samples") / batch)
-        note = f"samples divided by the batch of {batch}; {WARMUP}"
+        warmup_key, warmup = "lr-warmup-samples", batches.steps(migration.integer("lr-warmup-samples"))
+        note = f"samples divided by the {batches}; {WARMUP}"
     else:
         warmup_key, warmup, note = "lr-warmup-iters", migration.integer("lr-warmup-iters"), WARMUP
     if migration.number("lr-warmup-init") > 0:
@@ -224,7 +282,8 @@ def _schedule(migration: Migration, batch: int) -> None:
                 "lr-wsd-decay-style", "choose schedule.shape: linear, cosine, sqrt or one_minus_sqrt; linear is written"
             )
             migration.remark("schedule.shape", "FILL IN: Megatron's exponential decay has no counterpart")
-        length = _steps_of(migration, "lr-wsd-decay-iters", "lr-wsd-decay-samples", batch)
+        last = Batches(((0, batches.sizes[-1][1], 0),))  # a decay at the end of a run is in its last size
+        length = _steps_of(migration, "lr-wsd-decay-iters", "lr-wsd-decay-samples", last)
         if length is None:
             migration.must_fill_in("schedule.decay", "the share of the run in which the rate decays")
             migration.write("schedule.name", "wsd", "lr-decay-style")
@@ -265,10 +324,10 @@ def _open_schedule(migration: Migration) -> None:
             migration.drop(key, "fill in [schedule] when the number of steps is known")
 
 
-def _steps_of(migration: Migration, iterations: str, samples: str, batch: int) -> int | None:
+def _steps_of(migration: Migration, iterations: str, samples: str, batches: Batches) -> int | None:
     if migration.get(iterations) is not None:
         return migration.positive(iterations)
-    return None if migration.get(samples) is None else ceil(migration.positive(samples) / batch)
+    return None if migration.get(samples) is None else batches.steps(migration.positive(samples))
 
 
 def _optimizer(migration: Migration) -> None:

@@ -108,7 +108,7 @@ KEYS: tuple[Key, ...] = (
     Key("mtp-loss-scaling-factor", 0.1, "model.mtp.weight", rule=True),
     Key("micro-batch-size", None, "train.micro_batch", rule=True),
     Key("global-batch-size", None, "train.global_batch", "in sequences in both; unset: micro-batch-size * data ranks", rule=True),
-    Key("rampup-batch-size", None, "data.phases.global_batch", _BATCHES, rule=True, many=True),
+    Key("rampup-batch-size", None, "data.phases.global_batch", "start: the step at which a size begins there", rule=True, many=True),
     Key("step-batch-size-schedule", None, "data.phases.global_batch", _BATCHES, rule=True),
     Key("train-iters", None, "train.max_steps", rule=True),
     Key("train-samples", None, "train.max_steps", "divided by the global batch", rule=True),
