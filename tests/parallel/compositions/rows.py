@@ -146,7 +146,7 @@ def names(job: Any, layout: Layout) -> set[str]:
 def decoder_of(row: frozenset[str]) -> Any:
     """Grouped-query attention, tiny; as many blocks as its stages need."""
     if "transformers_image_text" in row:
-        return ImageTextConfig(config=json.dumps(LLAVA), weights_from="draw")
+        return ImageTextConfig(config=json.dumps(LLAVA), weights_from="draw", lora=LORA if "lora" in row else None)
     if "transformers" in row:
         experts = any(feature.startswith("ep_") for feature in row)
         keys = {**LLAMA, **(MIXTRAL if experts else {}), "tie_word_embeddings": "tied" in row}

@@ -19,6 +19,9 @@ OFFERED = (
     "dp_shard dp_replicate accumulate keep_gathered muon frozen",
     "dp_shard bf16 accumulate bf16_state",
     "dp_shard accumulate recompute adamw8bit",
+    "dp_shard accumulate recompute recompute_full lora",
+    "dp_shard dp_replicate accumulate lora",
+    "dp_shard bf16 accumulate lora",
 )
 FAST = OFFERED[:1]
 """What every change runs; the rest is slow."""

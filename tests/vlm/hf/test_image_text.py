@@ -149,15 +149,11 @@ def test_a_class_that_is_not_known_is_refused_by_name(case: str) -> None:
         ImageTextConfig(config=json.dumps(values), weights_from="draw").build()
 
 
-def test_dropout_of_a_tower_and_adapters_are_refused() -> None:
+def test_dropout_of_a_tower_is_refused() -> None:
     values = json.loads(walk.small("llava"))
     values["vision_config"]["attention_dropout"] = 0.1
     with pytest.raises(Unsupported, match=r"set attention_dropout = 0.0 in vision_config"), torch.device("meta"):
         ImageTextConfig(config=json.dumps(values), weights_from="draw").build()
-    from forge_models.components.lora import LoRAConfig
-
-    with pytest.raises(ValueError, match=r"does not support \[model.lora\]"):
-        ImageTextConfig(config=json.dumps(values), weights_from="draw", lora=LoRAConfig())
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,14 @@ class TransformersConfig(Component):
         found = record_of(self.model_type)
         packs = found is not None and found[1].get("packed") is True
         model = causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
+        return self._adapted(model)
+
+    def _adapted(self, model: Any) -> Any:
+        """Returns a built model, with adapters if `lora` asks for them.
+
+        Raises:
+            Unsupported: the class cannot have these adapters.
+        """
         if self.lora is not None and self.lora.base_format != "full":
             raise Unsupported(
                 f"model.lora.base_format = {self.lora.base_format!r} is for the families that Forge implements, and a class of "

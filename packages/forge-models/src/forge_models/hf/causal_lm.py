@@ -6,7 +6,7 @@ computed from them in parts, so that the logits of a whole batch never exist. `c
 of.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import ChunkedCrossEntropy, Head
 from forge_models.blocks.moe.dispatch import LocalDispatch
 from forge_models.blocks.moe.experts import ContiguousGradient, grouped_products
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.causal_lm_anatomy import (
     EXPERTS,
     Anatomy,
@@ -36,7 +37,7 @@ from forge_models.hf.causal_lm_anatomy import (
     replaced,
     tied,
 )
-from forge_models.hf.causal_lm_lora import adapted_product, adapter_specs, adapter_widths
+from forge_models.hf.causal_lm_lora import adapted_product, adapter_specs, adapter_widths, blocks_path
 from forge_models.hf.config import Unsupported
 from forge_models.torch_private import assert_async
 
@@ -245,6 +246,14 @@ class CausalLM(nn.Module):
     def stacks(self) -> list[str]:
         """Returns the paths of stacked experts that transformers can run with another function."""
         return [path for path, part in self.named_modules() if hasattr(part, "has_gate") and hasattr(part, "down_proj")]
+
+    def targeted(self, lora: LoRAConfig, paths: Sequence[str]) -> tuple[str, ...]:
+        """Returns those of `paths`, of layers that can have an adapter, that the targets of `lora` name.
+
+        Raises:
+            ValueError: a target names none.
+        """
+        return lora.matched(paths, {path: blocks_path(self.anatomy.blocks, path) for path in paths})
 
     def forward(
         self,

@@ -5,7 +5,7 @@ only layers that it calls can be adapted.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ def attach(model: Any, lora: LoRAConfig) -> None:
             "use a family that Forge implements, or train without [model.lora]"
         )
     try:
-        chosen = lora.matched([*layers, *stacks], {path: blocks_path(model, path) for path in (*layers, *stacks)})
+        chosen = model.targeted(lora, [*layers, *stacks])
     except ValueError as cause:
         raise Unsupported(f"model.lora: {cause}") from cause
     attach_to_layers(model, tuple(path for path in chosen if path in layers), lora)
@@ -50,10 +50,10 @@ def attach(model: Any, lora: LoRAConfig) -> None:
     model.adapted = True
 
 
-def blocks_path(model: Any, path: str) -> str:
-    """Returns the path of a module as that of Forge's decoders: `blocks.3.` in place of the path of the block. A module outside
+def blocks_path(blocks: Sequence[str], path: str) -> str:
+    """Returns the path of a module as that of Forge's decoders: `blocks.3.` in place of the path of a block. A module outside
     of the blocks keeps its path."""
-    for index, block in enumerate(model.anatomy.blocks):
+    for index, block in enumerate(blocks):
         if path.startswith(f"{block}."):
             return f"blocks.{index}{path.removeprefix(block)}"
     return path

@@ -53,7 +53,7 @@ class HfConverter(Component):
         Raises:
             Unsupported: Forge cannot read the model, or transformers would load another one from the folder.
         """
-        other = _other(path)
+        other = other_reader(path)
         if other is not None:
             return other.read(path, self.ignore)
         kind = read_config(path)["model_type"]
@@ -96,7 +96,7 @@ class HfConverter(Component):
         free = available_memory()
         if free is not None and needed > free // 2:
             return f"the other library would need about {size(needed)}, {size(free)} are free"
-        other = _other(path)
+        other = other_reader(path)
         if other is not None:
             return other.reference(path, tokens, extras)
         import torch
@@ -132,7 +132,7 @@ def opened(path: Path, loader: str) -> Any:
     return model.eval()
 
 
-def _other(path: Path) -> HfModel | None:
+def other_reader(path: Path) -> HfModel | None:
     """Returns the reader of a folder with a model other than a text decoder; None if it is one of the text families, or has a
     class of transformers that has been compared.
 

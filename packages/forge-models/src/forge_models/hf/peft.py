@@ -273,9 +273,10 @@ class PeftConverter:
             base: Any = model.reopened(folder)
         else:
             base = Registry().load("forge.converters", "hf")().build().read(folder)
-        if type(base.model) not in (DecoderConfig, TransformersConfig):
+        if type(base.model) is not DecoderConfig and not isinstance(base.model, TransformersConfig):
             raise ForgeError(
-                f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders"
+                f"{folder}: adapters of a {type(base.model).__name__} are not supported, only those of text decoders and of "
+                "classes of transformers"
             )
         adapter = PeftAdapter(path, base.model, base.facts.family)
         weights = AdaptedWeights(base, adapter, adapter.model)
@@ -362,14 +363,23 @@ class PeftConverter:
 
     def reference(self, path: Path, tokens: Tensor, extras: Mapping[str, Tensor] = NO_EXTRAS) -> Tensor | str:
         """Returns the logits of the peft library in fp32, or a text that says why they are not available."""
-        del extras
         try:
             import peft
         except ImportError:
             return "peft is not installed"
-        from forge_models.hf.converter import opened
+        from forge_models.hf.converter import opened, other_reader
+
+        def adapted(model: Any) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the two libraries may be of different years
+                return peft.PeftModel.from_pretrained(model, str(path)).eval()
 
         folder = self._base_of(path, read_settings(path))
+        if extras:
+            logits = getattr(other_reader(folder), "library_logits", None)
+            if logits is None:
+                return f"the inputs of {folder} in transformers are not known"
+            return logits(folder, tokens, extras, adapted)
         with tempfile.TemporaryDirectory() as place:
             if (base := self._rounded(path, folder)) is not None:
                 folder = Path(place) / "base"
@@ -377,10 +387,8 @@ class PeftConverter:
             model = opened(folder, "AutoModelForCausalLM")
         if isinstance(model, str):
             return model
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the two libraries may be of different years
-            adapted = peft.PeftModel.from_pretrained(model, str(path)).eval()
-            return adapted(input_ids=tokens).logits
+        with torch.no_grad():
+            return adapted(model)(input_ids=tokens).logits
 
     def _rounded(self, path: Path, folder: Path) -> Weights | None:
         """Returns the values of the base in `folder` that the adapter at `path` was trained with; None if they are those of the

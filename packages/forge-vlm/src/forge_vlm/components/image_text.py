@@ -64,14 +64,6 @@ class ImageTextConfig(TransformersConfig):
         batch = model.with_extras(Batch(tokens, tokens.clone()))
         return batch.tokens, dict(batch.extras)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora is not None:
-            raise ValueError(
-                "model.name = 'transformers_image_text' does not support [model.lora]; remove it, and freeze parameters with "
-                "[parameters] groups"
-            )
-
     def hollow(self) -> Any:
         """Returns the module of the class on the meta device.
 
@@ -91,7 +83,7 @@ class ImageTextConfig(TransformersConfig):
             raise Unsupported(MISSING)
         from forge_vlm.hf.image_text import image_text_model
 
-        return image_text_model(self.config, self.settings, self.patches, drawn=self.weights_from == "draw")
+        return self._adapted(image_text_model(self.config, self.settings, self.patches, drawn=self.weights_from == "draw"))
 
     def image_arguments(self) -> "ImageArguments":
         """Returns the form in which the class takes images.

@@ -5,9 +5,10 @@ blocks of the specs. A batch without images runs the vision tower on a blank ima
 the class runs it: ranks that shard parameters then make the same collectives in the same order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE, Batch
 from forge_core.protocols.model import Objective
 from forge_core.specs import Init, Specs
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.causal_lm import CausalLM, mixed, offer_experts
 from forge_models.hf.causal_lm_anatomy import Anatomy, AutoClass, arguments, built, read_settings
+from forge_models.hf.causal_lm_lora import blocks_path
 from forge_models.hf.config import Unsupported
 from forge_models.torch_private import assert_async
 from forge_vlm.hf.image_arguments import PATCHES, ImageArguments
@@ -89,6 +92,20 @@ class ImageTextModel(CausalLM):
         self.is_blank = False
         embed: nn.Module = self.get_submodule(anatomy.embed)
         embed.register_forward_hook(self._with_blank)
+
+    def targeted(self, lora: LoRAConfig, paths: Sequence[str]) -> tuple[str, ...]:
+        """See `CausalLM`; a layer outside of the text model, such as one of the vision tower, needs a target with the name of
+        that part, and blocks are those of the text model."""
+        decoder = _decoder_path(self)
+        parts = {path: part for path in paths if (part := _part(path, decoder))}
+        blocks = [path for path in self.anatomy.blocks if path.startswith(f"{decoder}.")]
+        others = {path: blocks_path(blocks, path) for path in paths}
+        found: set[str] = set()
+        for target in lora.targets:
+            named = {part for part in parts.values() if part in target}
+            known = [path for path in paths if parts.get(path) in named or not (named or path in parts)]
+            found.update(replace(lora, targets=(target,)).matched(known, others))
+        return tuple(path for path in paths if path in found)
 
     def see(self, images: ImageArguments) -> None:
         """Sets the form of images, and counts the placeholders of a tile with one forward on the meta device."""
@@ -219,7 +236,9 @@ class ImageTextModel(CausalLM):
     def without_loss(self) -> frozenset[str]:
         """Returns the parameters of the vision tower that do not affect the features of images."""
         tower = self.specs().roles.get("encoder", frozenset())
-        held = {name: parameter for name, parameter in self.named_parameters() if name in tower}
+        held = {name: parameter for name, parameter in self.named_parameters() if name in tower and parameter.requires_grad}
+        if not held:
+            return frozenset()
         with torch.enable_grad():
             features = self._features(self.images.blank(next(self.parameters())), torch.float32)
             found = torch.autograd.grad(features.sum(), [*held.values()], allow_unused=True)
@@ -289,6 +308,12 @@ def _decoder_path(module: Any) -> str:
     """Returns the path of the text model inside of a model."""
     decoder = module.get_decoder()
     return next(path for path, part in module.named_modules() if part is decoder)
+
+
+def _part(path: str, decoder: str) -> str:
+    """Returns the name of the part of a model in which a module is, such as `vision_tower`; empty if it is in the text model."""
+    words, inner = path.split("."), decoder.split(".")
+    return next((word for word, other in zip_longest(words, inner) if other is not None and word != other), "")
 
 
 def _blocks(module: Any) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Folders with an image-text class of transformers: weights under the names of the class, and its processor."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,23 @@ class ImageTextFormat:
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
         """See `HfModel`."""
+        return self.library_logits(path, tokens, extras)
+
+    def library_logits(
+        self,
+        path: Path,
+        tokens: "Tensor",
+        extras: "Mapping[str, Tensor]" = NO_EXTRAS,
+        changed: Callable[[Any], Any] = lambda model: model,
+    ) -> "Tensor | str":
+        """Returns the logits of transformers in fp32, or a text that says why they are not available.
+
+        Args:
+            path: folder of the model.
+            tokens: (B, T) int64.
+            extras: images, and their rows.
+            changed: what the model of transformers becomes before it runs, such as one with an adapter.
+        """
         import torch
 
         from forge_vlm.hf.image_arguments import ImageArguments
@@ -83,7 +100,7 @@ class ImageTextFormat:
         if "images" in extras:
             given |= images.arguments(extras["images"], torch.float32)
         with torch.no_grad():
-            return model(tokens, use_cache=False, **given).logits
+            return changed(model)(input_ids=tokens, use_cache=False, **given).logits
 
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
