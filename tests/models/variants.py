@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kv_heads": 3,
     },
     "query_latent": {"attention": MLA(q_lora_rank=16, **LATENT), "rope": Rope(scaling="yarn", factor=4.0, original_max_length=8)},
+    "latent_without_positions": {"attention": MLA(**LATENT, rotates=False)},
     "indexer_in_warm_up": {
         "attention": IndexedMLA(**INDEXED, keys="all", kl_weight=0.5),
         "moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig()),

@@ -9,6 +9,7 @@ import torch
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import GDN, Hybrid
@@ -37,16 +38,19 @@ def decoder(**changes: Any) -> DecoderConfig:
     return DecoderConfig(**sizes | {"vocab_size": 61, "attention": MIXED} | changes)
 
 
+STILL = MLA(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, rotates=False)
 STATES = Mamba2(heads=8, head_dim=4, groups=4, state_dim=6, step_min=0.01)
 RECURRENT = {
     "gated_delta_net": MIXED,
     "kimi_delta": Hybrid(recurrent=KDA(heads=4, head_dim=6), kinds=("recurrent", "full", "recurrent", "recurrent")),
+    "kimi_delta_and_mla": Hybrid(recurrent=KDA(heads=4, head_dim=6), full=STILL, full_every=2),
     "mamba2": Hybrid(recurrent=STATES, kinds=("recurrent", "full", "recurrent", "recurrent")),
 }
 
 
 def case(kind: str) -> Case:
-    build = decoder(attention=RECURRENT[kind]).build
+    changes: dict[str, Any] = {"kv_heads": None} if RECURRENT[kind].full is STILL else {}
+    build = decoder(attention=RECURRENT[kind], **changes).build
     return Case(build, CrossEntropy().build(), AdamWConfig(lr=1e-2).build, 61, rows=8, micro_batch=2, silent=2)
 
 

@@ -106,6 +106,21 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         | {"use_bias": False, "use_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False, "attention_bias": False}
         | {"sliding_window": None, "tie_word_embeddings": False, "residual_in_fp32": False, "num_logits_to_keep": 1},
     ),
+    # Keys of moonshotai/Kimi-Linear-48B-A3B-Instruct; the number is that of transformers for them.
+    "kimi_linear": (
+        49_122_675_072,
+        {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32, "head_dim": 72}
+        | {"num_key_value_heads": 32, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        | {"v_head_dim": 128, "mla_use_nope": True, "first_k_dense_replace": 1, "moe_intermediate_size": 1024}
+        | {
+            "linear_attn_config": {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+            | {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "kda_layers": [at for at in range(1, 27) if at % 4]}
+        }
+        | {"moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1}
+        | {"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "topk_group": 1, "use_grouped_topk": True}
+        | {"routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0, "model_max_length": 1048576, "rms_norm_eps": 1e-05}
+        | {"rope_theta": 10000.0, "rope_scaling": None, "vocab_size": 163840, "tie_word_embeddings": False},
+    ),
     "deepseek_v3": (
         671_026_404_352,
         {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
@@ -253,6 +268,29 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("nemotron_h-experts-biases", "n_shared_experts", 2),
         ("nemotron_h-experts-biases", "mlp_bias", True),
         ("nemotron_h-experts-biases", "moe_shared_expert_intermediate_size", 30),
+        ("kimi_linear", "mla_use_nope", False),
+        ("kimi_linear", "moe_router_activation_func", "softmax"),
+        ("kimi_linear", "moe_layer_freq", 2),
+        ("kimi_linear", "use_grouped_topk", False),
+        ("kimi_linear", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("kimi_linear", "tie_word_embeddings", True),
+        ("kimi_linear", "attention_bias", True),
+        ("kimi_linear", "hidden_act", "gelu"),
+        ("kimi_linear", "num_key_value_heads", 2),
+        ("kimi_linear", "topk_group", 9),
+        ("kimi_linear", "qk_head_dim", 15),
+        ("kimi_linear", "num_nextn_predict_layers", 1),
+        ("kimi_linear", "num_experts", 9),
+        ("kimi_linear", "layer_types", ["full_attention"] * 3),
+        ("kimi_linear", "layer_types", ["sliding_attention"] * 4),
+        ("kimi_linear", "mlp_layer_types", ["sparse"] * 3),
+        ("kimi_linear", "mlp_layer_types", ["sparse", "sparse", "dense", "sparse"]),
+        ("kimi_linear", "linear_attn_config", [4]),
+        ("kimi_linear", "linear_attn_config.gate_lower_bound", -5.0),
+        ("kimi_linear", "linear_attn_config.num_heads", 0),
+        ("kimi_linear", "linear_attn_config.full_attn_layers", "4"),
+        ("kimi_linear-published-names-latent-queries-every-second-sparse", "first_k_dense_replace", 1),
+        ("kimi_linear-published-names-latent-queries-every-second-sparse", "layer_types", ["linear_attention"] * 4),
         ("glm4_moe", "topk_group", 9),
         ("glm4_moe", "n_routed_experts", 0),
         ("glm4_moe", "scoring_func", "softmax"),
@@ -276,8 +314,9 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
 )
 def test_a_key_that_is_not_implemented_is_refused_by_name(kind: str, key: str, value: Any) -> None:
     kind, keys = CASES[kind]
+    table, _, entry = key.partition(".")
     with pytest.raises(ConfigError) as refusal:
-        decoder_of(FAMILIES[kind], sizes_of(kind) | keys | {key: value}, "here")
+        decoder_of(FAMILIES[kind], sizes_of(kind) | keys | {table: {entry: value} if entry else value}, "here")
     assert [fault.key for fault in refusal.value.faults] == [key]
 
 

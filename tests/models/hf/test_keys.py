@@ -15,6 +15,7 @@ from models.hf.zoo import CASES, SIZES, sizes_of
 SMALL = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 5},
+    "kimi_linear": {"num_key_value_heads": 4, "model_max_length": 64, "moe_renormalize": False},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "sliding_window": None},
     "gpt_neox": {"hidden_size": 64, "num_key_value_heads": 4},
     "stablelm": {"hidden_size": 64},

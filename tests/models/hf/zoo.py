@@ -78,6 +78,23 @@ NEMOTRON_H: dict[str, Any] = {
 }
 """The reference limits steps in whole rows but not with a cache, so the limit is too small to matter here."""
 
+KIMI_LINEAR: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "linear_num_heads": 3,
+    "linear_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 7,
+}
+
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -249,6 +266,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         }
         | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20},
+    ),
+    "kimi_linear": ("kimi_linear", KIMI_LINEAR),
+    "kimi_linear-published-names-latent-queries-every-second-sparse": (
+        "kimi_linear",
+        {key: value for key, value in KIMI_LINEAR.items() if not key.startswith(("n_", "num_", "layer_types"))}
+        | {"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_token": 2, "num_shared_experts": 1}
+        | {"q_lora_rank": 12, "moe_renormalize": False, "num_expert_group": 1, "topk_group": 1}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "rms_norm_eps": 1e-3, "routed_scaling_factor": 0.7}
+        | {
+            "linear_attn_config": {"full_attn_layers": [3, 4], "kda_layers": [1, 2]}
+            | {"num_heads": 4, "head_dim": 10, "short_conv_kernel_size": 3}
+        },
+    ),
+    "kimi_linear-without-recurrent-dense": (
+        "kimi_linear",
+        KIMI_LINEAR | {"layer_types": ["full_attention"] * 4, "mlp_layer_types": ["dense"] * 4},
     ),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (

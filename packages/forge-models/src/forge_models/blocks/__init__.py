@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_models.blocks.attention import Attention, LatentAttention, LocalAttention
+    from forge_models.blocks.attention import Attention, LocalAttention
     from forge_models.blocks.block import Block, MTPModule, MTPModules
     from forge_models.blocks.cache import KVCache, LayerCache
     from forge_models.blocks.head import ChunkedCrossEntropy, Head
+    from forge_models.blocks.latent_attention import LatentAttention
     from forge_models.blocks.layers import MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm, linear_specs
     from forge_models.blocks.moe.dispatch import LocalDispatch
     from forge_models.blocks.moe.experts import Experts

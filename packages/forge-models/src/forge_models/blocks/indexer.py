@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.autograd import attach
-from forge_models.blocks.attention import LATENT, STREAM, LatentAttention, mask, visible
+from forge_models.blocks.attention import STREAM, mask, visible
 from forge_models.blocks.cache import LayerCache
+from forge_models.blocks.latent_attention import LATENT, LatentAttention
 from forge_models.blocks.layers import LayerNorm, Linear, linear_specs
 from forge_models.blocks.rope import Rotation, rotate
 from forge_models.shape import BlockContext

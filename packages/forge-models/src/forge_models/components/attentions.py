@@ -181,6 +181,8 @@ class MLA(Component):
     """Width of the rotated part of each head's q and k; all heads share its key."""
     v_head_dim: Annotated[int, Gt(0)] = 128
     """Width of each head's value."""
+    rotates: bool = True
+    """Whether the part of width qk_rope_head_dim is rotated. Without it the layer has no positions (Kimi Linear)."""
     norm_eps: Annotated[float, Gt(0)] | None = None
     """`eps` of the norms of the latents; the model's norm `eps` when absent (DeepSeek-V3 always uses 1e-6 here)."""
     core: Annotated[AttentionKernel, FREE] = "auto"
@@ -194,7 +196,7 @@ class MLA(Component):
     def examples(cls, folder: "Path") -> "Iterable[MLA]":
         """Returns small examples with and without a query latent."""
         small = cls(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
-        return (small, replace(small, q_lora_rank=7, norm_eps=1e-6))
+        return (small, replace(small, q_lora_rank=7, norm_eps=1e-6), replace(small, rotates=False))
 
     def check(self, context: BlockContext) -> None:
         """Checks the settings against the sizes of the model.
@@ -208,6 +210,11 @@ class MLA(Component):
             raise ValueError("mla uses qk_rope_head_dim and has no local layers; remove rope.partial and rope.local_theta")
         if self.norm_eps is not None and not hasattr(context.norm, "eps"):
             raise ValueError(f"norm_eps needs a norm with eps, and {type(context.norm).__name__} has no eps; remove norm_eps")
+
+    def rotates_at(self, layer: int) -> bool:
+        """Whether layer `layer` has rotary positions."""
+        del layer
+        return self.rotates
 
     def norm(self, context: BlockContext) -> Component:
         """Returns the norm of the latents."""
@@ -232,7 +239,7 @@ class MLA(Component):
         return context.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def build(self, context: BlockContext) -> "nn.Module":
-        from forge_models.blocks.attention import LatentAttention
+        from forge_models.blocks.latent_attention import LatentAttention
 
         return LatentAttention(
             context,
@@ -242,6 +249,7 @@ class MLA(Component):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
             norm=self.norm(context),
+            rotates=self.rotates,
             core=self.core,
         )
 
@@ -280,6 +288,8 @@ class IndexedMLA(MLA):
         super().__post_init__()
         if self.index_dim < self.qk_rope_head_dim:
             raise ValueError(f"index_dim {self.index_dim} must be at least qk_rope_head_dim {self.qk_rope_head_dim}")
+        if not self.rotates:
+            raise ValueError("rotates = false does not go with an indexer, whose queries and keys rotate; use attention 'mla'")
         if self.core not in ("auto", "sdpa"):
             raise ValueError(f"core {self.core!r} does not support chosen keys; use 'sdpa' or 'auto'")
 

@@ -7,7 +7,7 @@ and keys of every head, or in the key that all heads share.
 A checkpoint has one tensor per expert, while Forge stacks experts; `ExpertNames` has the names of both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -96,34 +96,39 @@ INDEXER_NAMES: Mapping[str, str] = {"q_proj": "wq_b", "k_proj": "wk"}
 """Forge's name of a part of the indexer -> its name in a checkpoint, if they differ."""
 
 
-def read_latent(keys: Keys) -> dict[str, Any]:
-    """Reads the fields of `MLA`; collects faults in `keys`."""
+def read_latent(keys: Keys, rotates: bool = True) -> dict[str, Any]:
+    """Reads the fields of `MLA`, without rotary positions if the family has none; collects faults in `keys`."""
     fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}
     fields["q_lora_rank"] = keys.integer("q_lora_rank", optional=True) or None
     keys.only("num_key_value_heads", None, keys.integer("num_attention_heads"))
     keys.only("attention_bias", None, False)
-    keys.only("rope_interleave", None, True)
-    for key, value in _derived(fields).items():
+    if rotates:
+        keys.only("rope_interleave", None, True)
+    for key, value in _derived(fields, rotates).items():
         if keys.given(key):
             keys.only(key, None, value)
-    return fields | {"norm_eps": LATENT_EPS}
+    return fields | {"norm_eps": LATENT_EPS, "rotates": rotates}
 
 
 def write_latent(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the keys of `read_latent`; empty if the attention of `decoder` is not `MLA`."""
-    attention = decoder.shape.attention
+    attention: Any = getattr(decoder.shape.attention, "full", decoder.shape.attention)
     if not isinstance(attention, MLA):
         return {}
     fields = {name: getattr(attention, name) for name in (*WIDTHS, "q_lora_rank")}
-    return fields | _derived(fields) | {"attention_bias": False, "rope_interleave": True}
+    written = fields | _derived(fields, attention.rotates) | {"attention_bias": False}
+    return written | ({"rope_interleave": True} if attention.rotates else {})
 
 
-def _derived(fields: Mapping[str, Any]) -> dict[str, int]:
-    return {"head_dim": fields["qk_rope_head_dim"], "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]}
+def _derived(fields: Mapping[str, Any], rotates: bool) -> dict[str, int]:
+    whole = {"qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]}
+    return {"head_dim": fields["qk_rope_head_dim"]} | whole if rotates else whole
 
 
 def latent_rows(attention: MLA, heads: int, name: str) -> tuple[int, ...]:
     """Returns for each row of Forge's matrix `name` its row in the checkpoint's matrix; empty = the same order."""
+    if not attention.rotates:
+        return ()
     turning = attention.qk_rope_head_dim
     halves = [*range(0, turning, 2), *range(1, turning, 2)]
     if name in ("q_proj", "q_b_proj"):
@@ -180,6 +185,16 @@ def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
     for other in given[1:]:
         keys.only(other, experts)
     return {"experts": experts, "top_k": top_k}
+
+
+def period_of(sparse: Sequence[bool | None]) -> tuple[int, int] | None:
+    """Returns `every` and `first_dense` of `MoEConfig` with which exactly the true layers have experts; None if there are none.
+    A layer without a feed-forward layer is None, and may be either."""
+    for every in range(1, len(sparse) + 1):
+        for first in range(len(sparse)):
+            if all(kind is None or kind == (at >= first and (at + 1) % every == 0) for at, kind in enumerate(sparse)):
+                return every, first
+    return None
 
 
 def read_losses(keys: Keys) -> Losses:

@@ -180,6 +180,7 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, Hybrid) and not attention.is_full(int(layer)):
         return _recurrent(family, decoder, attention.recurrent, f"{prefix}.{family.recurrent}", rest, shape)
+    attention = getattr(attention, "full", attention)
     inner, _, end = rest.partition(".")
     if family.joint is not None and part == "attention" and inner in JOINT:
         rows = _of_each_head(decoder, JOINT.index(inner))

@@ -3,14 +3,16 @@
 Qwen3-Next stores q, k, v and z of a layer in one matrix, and b and a in another; each has the rows of one key head after another,
 with those of all its value heads. The filters of q, k and v are one tensor with a dimension of size 1. Qwen3.5 stores q, k and v
 in one matrix, one after another, and the others alone; OLMo Hybrid stores each of these tensors alone. Mamba-2 stores the gate,
-x, B, C and the steps in one matrix, one after the other, and the filters of x, B and C in one tensor.
+x, B, C and the steps in one matrix, one after the other, and the filters of x, B and C in one tensor. Kimi Delta Attention stores
+each tensor alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
 from forge_models.hf.config import Keys
@@ -43,8 +45,13 @@ def read_kinds(keys: Keys, every: int, interval: bool = True) -> dict[str, Any]:
     if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, LINEAR}:
         keys.fault("layer_types", f"expected {layers} times {FULL!r} or {LINEAR!r}")
         return {}
+    return kinds_of(types)
+
+
+def kinds_of(types: Sequence[str]) -> dict[str, Any]:
+    """Returns the kinds of layers as fields of `Hybrid`, by their names in `layer_types`."""
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
-    if full and full == list(range(full[0], layers, full[0] + 1)):
+    if full and full == list(range(full[0], len(types), full[0] + 1)):
         return {"full_every": full[0] + 1}
     return {"kinds": tuple("full" if kind == FULL else "recurrent" for kind in types)}
 
@@ -92,6 +99,21 @@ def separate_places(part: GDN, decoder: DecoderConfig) -> Callable[[str], Place 
             return f"{letter}_conv1d.weight", (), rows[letter], (1, part.conv_width)
         theirs = name if name in projections else SEPARATE.get(name)
         return None if theirs is None else (theirs, (), 0, ())
+
+    return place
+
+
+def kimi_places(part: KDA, decoder: DecoderConfig) -> Callable[[str], Place | None]:
+    """Returns a function from our name of a parameter to its place in a layer of Kimi Linear."""
+    sizes = part.resolved(decoder.shape.context(0))
+    heads, rows = sizes.heads or 0, (sizes.heads or 0) * (sizes.head_dim or 0)
+    projections = {f"{name}_proj.weight" for name in ("q", "k", "v", "b", "f_a", "f_b", "g_a", "g_b", "o")}
+    alone: dict[str, Place] = {"decay.A_log": ("A_log", (), 1, (1, heads, 1)), "decay.dt_bias": ("dt_bias", (), 0, ())}
+    alone |= {f"{letter}_conv.weight": (f"{letter}_conv1d.weight", (), rows, (1, part.conv_width)) for letter in "qkv"}
+    alone["norm.weight"] = ("o_norm.weight", (), 0, ())
+
+    def place(name: str) -> Place | None:
+        return (name, (), 0, ()) if name in projections else alone.get(name)
 
     return place
 

@@ -10,6 +10,7 @@ from forge_models.hf.families.gpt2 import GPT2
 from forge_models.hf.families.gpt_neox import GPTNeoX
 from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
+from forge_models.hf.families.kimi import KimiLinear
 from forge_models.hf.families.llama import Llama
 from forge_models.hf.families.minimax import MiniMaxM2
 from forge_models.hf.families.mistral import Ministral3, Mistral, Mixtral
@@ -56,6 +57,7 @@ SPARSE = (
     Qwen35Moe(),
     DeepseekV32(),
     NemotronH(),
+    KimiLinear(),
 )
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})

@@ -15,7 +15,7 @@ from forge_models.components.state_space import Mamba2
 from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.families.deepseek import read_sigmoid_router, write_sigmoid_router
 from forge_models.hf.family import Family
-from forge_models.hf.layers import FULL, ExpertNames, normalized, read_experts, write_experts
+from forge_models.hf.layers import FULL, ExpertNames, normalized, period_of, read_experts, write_experts
 from forge_models.hf.recurrent import LINEAR, state_space_places
 
 MLP, MOE = "mlp", "moe"
@@ -125,7 +125,7 @@ class NemotronH(Family):
         width, shared = keys.integer(EXPERTS_WIDTH), keys.integer(SHARED_WIDTH)
         if width and shared % width:
             keys.fault(SHARED_WIDTH, f"{shared} is not a multiple of {EXPERTS_WIDTH} {width}, which is not implemented")
-        where = _period(_feed_forward(types))
+        where = period_of([None if kind is None else kind == MOE for kind in _feed_forward(types)])
         if where is None:
             keys.fault(TYPES, "mixes feed-forward layers and experts in a way that is not implemented; they must alternate")
             where = (1, 0)
@@ -217,15 +217,6 @@ def _feed_forward(types: list[str]) -> list[str | None]:
         elif found:
             found[-1] = type_
     return found
-
-
-def _period(kinds: list[str | None]) -> tuple[int, int] | None:
-    """Returns `every` and `first_dense` with which exactly these blocks have experts; None if there are none."""
-    for every in range(1, len(kinds) + 1):
-        for first in range(len(kinds)):
-            if all(kind is None or (kind == MOE) == (at >= first and (at + 1) % every == 0) for at, kind in enumerate(kinds)):
-                return every, first
-    return None
 
 
 def _layers(decoder: DecoderConfig) -> Any:
