@@ -92,6 +92,11 @@ def test_attributions_of_capped_logits_are_refused(make, tokens):
         direct_logit_attribution(make(soft_cap=5.0), tokens(1, 4), torch.tensor([1]))
 
 
+def test_attributions_through_scaled_blocks_are_refused(make, tokens):
+    with pytest.raises(InterpError, match="layer_scalar = true scales the stream"):
+        direct_logit_attribution(make(layer_scalar=True), tokens(1, 4), torch.tensor([1]))
+
+
 def test_patching_every_value_of_a_layer_restores_the_clean_run(make, tokens):
     model, clean, corrupted = make(spread=5.0), tokens(1, 6), tokens(1, 6)
     corrupted[0, 2] = 50

@@ -30,6 +30,7 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
         {"mlp": ReLU2(bias=True), "norm_placement": "sandwich"},
         {"attention": GQA(qkv_bias=True, soft_cap=5.0)},  # written out, so counted without the plain kernel too
         {"attention": GQA(output_gate=True)},
+        {"attention": GQA(window=20, global_every=2, global_head_dim=6, global_kv_heads=1, keys_as_values="global", v_norm=True)},
         {"attention": MLA(**LATENT), "kv_heads": None},
         {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None},
     ],

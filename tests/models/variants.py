@@ -112,6 +112,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "attention_only": {"attention_only": (0,), "norm_placement": "sandwich"},
     "sparse_or_attention_only": {"attention_only": (1,), "moe": MoEConfig(experts=4, shared=1, ffn_dim=24)},
+    "heads_of_global_layers": {
+        "attention": GQA(
+            window=4,
+            global_every=2,
+            global_head_dim=14,
+            global_kv_heads=2,
+            v_norm=True,
+            keys_as_values="global",
+            qk_norm="head",
+            scale=1.0,
+        ),
+        "rope": Rope(theta=500.0, local_theta=50.0, proportion=0.5),
+        "norm_placement": "sandwich",
+        "kv_heads": 3,
+    },
+    "scalars": {"layer_scalar": True},
+    "keys_as_values": {"attention": GQA(keys_as_values="all", qkv_bias=True, output_gate=True), "rope": Rope(proportion=0.3)},
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "shared_key_heads": {

@@ -338,5 +338,9 @@ def test_options_of_attention_without_weights_for_each_modality_are_refused(opti
 def test_blocks_of_text_that_fusions_do_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r"set model\.parallel_residual = false"):
         replace(MODELS["mot"], parallel_residual=True).build()
+    with pytest.raises(ValueError, match=r"set model\.layer_scalar = false"):
+        replace(MODELS["mot"], layer_scalar=True).build()
+    with pytest.raises(ValueError, match="ReusingAttention cannot have weights for each modality"):
+        replace(MODELS["mot"], attention=GQA(v_norm=True)).build()
     with pytest.raises(ValueError, match=r"set model\.moe\.shared_gate = false"):
         replace(MODELS["moma-token"], moe=replace(EXPERTS, shared=1, shared_gate=True)).build()

@@ -43,15 +43,17 @@ def test_specs_are_complete_and_fit(name):
     model = config.build()
     assert torch.equal(state, torch.get_rng_state()), "a constructor draws"
     specs, parameters, buffers = model.specs(), dict(model.named_parameters()), dict(model.named_buffers())
-    assert bool(buffers) == ("experts_" in name and name not in NO_BUFFERS)
+    assert bool(buffers) == (("experts_" in name and name not in NO_BUFFERS) or name == "scalars")
     assert specs.tensors.keys() == parameters.keys() | buffers.keys()
     assert all(len(specs.tensors[path].dims) == buffer.dim() for path, buffer in buffers.items())
     assert all(parameter.isnan().all() for parameter in parameters.values()), "filled by its constructor, and again later"
     head, kv_heads = config.shape.head_dim, config.shape.kv_heads
     sizes = {"embed": {48}, "heads": {6 * head}, "kv_heads": {kv_heads * head}, "ffn": {56}, "vocab": {101}}
     sizes |= {"ffn": {56, 24, 2 * 24}, "expert": {config.moe.experts}} if config.moe is not None else {}
-    if name == "gated_output":
+    if name in ("gated_output", "keys_as_values"):
         sizes["heads"] = {6 * head, 6 * 2 * head}  # of outputs, and of queries with gates
+    if name == "heads_of_global_layers":  # layer 1 has 2 heads of 14
+        sizes |= {"heads": {6 * head, 6 * 14}, "kv_heads": {kv_heads * head, 2 * 14}}
     if name == "sinks":
         sizes["heads"] = {6, 6 * head}
     if name in LATENTS:

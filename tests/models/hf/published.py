@@ -24,6 +24,8 @@ TINY: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "head_dim": 12,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 4,
     "sliding_window": 5,
     "sliding_window_size": 5,
     "sliding_window_pattern": 2,

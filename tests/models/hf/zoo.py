@@ -142,6 +142,21 @@ SECTIONS: dict[str, Any] = {"mrope_section": [1, 1, 0], "mrope_interleaved": Tru
 
 MINIMAX: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 700.0}
+GEMMA4_LOCAL = {"rope_type": "default", "rope_theta": 50.0}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "num_hidden_layers": 7,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {"sliding_attention": GEMMA4_LOCAL, "full_attention": PROPORTIONAL},
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -288,6 +303,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         GEMMA | {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 7},
     ),
+    "gemma4_text": ("gemma4_text", GEMMA4),
+    "gemma4_text-untied-biases-linear": (
+        "gemma4_text",
+        GEMMA4
+        | {"tie_word_embeddings": False, "attention_bias": True, "rms_norm_eps": 1e-3, "attention_k_eq_v": False}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"], "global_head_dim": 8}
+        | {"rope_parameters": {"sliding_attention": GEMMA4_LOCAL, "full_attention": LINEAR | {"rope_theta": 900.0}}}
+        | {"final_logit_softcapping": None, "num_hidden_layers": 4},
+    ),
+    "gemma4_text-global-proportional-factor": (
+        "gemma4_text",
+        GEMMA4
+        | {"layer_types": ["full_attention"] * 4, "num_global_key_value_heads": 4, "global_head_dim": 20}
+        | {"num_hidden_layers": 4}
+        | {"rope_parameters": {"full_attention": PROPORTIONAL | {"partial_rotary_factor": 0.6, "factor": 3.0}}},
+    ),
     "stablelm": ("stablelm", {}),
     "stablelm-half-biases-tied-yarn": (
         "stablelm",
@@ -362,8 +393,8 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
             else:
                 parameter.add_(drawn * 0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.2, generator=generator)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

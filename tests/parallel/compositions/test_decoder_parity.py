@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
-from forge_models.shape import Losses
+from forge_models.shape import Losses, Rope
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
@@ -75,6 +75,7 @@ def test_the_initial_loss_is_near_ln_v_and_not_equal_to_it(tied: bool) -> None:
     assert loss != pytest.approx(math.log(VOCAB), abs=1e-6)
 
 
+LAYERED: dict[str, Any] = {"window": 5, "global_every": 2, "global_head_dim": 6, "global_kv_heads": 4}
 DECODERS = {
     "layers without rope": replace(DECODER, attention=GQA(nope_every=2)),
     "learned positions": replace(DECODER, learned_positions=True, attention=GQA(nope_every=1)),
@@ -92,6 +93,12 @@ DECODERS = {
         moe=replace(EXPERTS, losses=Losses(), router=SoftmaxTopKConfig(bias=True)),
     ),
     "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
+    "heads of global layers": replace(
+        DECODER,
+        attention=GQA(**LAYERED, v_norm=True, keys_as_values="global", qk_norm="head", scale=1.0),
+        rope=Rope(theta=500.0, local_theta=50.0, proportion=0.5),
+        layer_scalar=True,
+    ),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}
@@ -107,6 +114,24 @@ def test_options_of_published_families_equal_one_process(world: World, model: st
     for found in world.run(measured, 2, case, layout, row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
+
+
+@pytest.mark.parametrize("kind", ["cp_all_gather", "cp_ring", "cp_ulysses"])
+def test_heads_of_global_layers_over_shared_rows_equal_one_process(world: World, kind: str) -> None:
+    row = frozenset({kind})
+    case = replace(case_of(row), build=DECODERS["heads of global layers"].build)
+    whole = measured(case, "1", row)
+    for found in world.run(measured, 2, case, "cp2", row):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference
+
+
+def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World) -> None:
+    """Layers with 2 and 4 of them: a rank would need a whole head of one layer and half of another's."""
+    row = frozenset({"tp"})
+    case = replace(case_of(row), build=DECODERS["heads of global layers"].build)
+    with pytest.raises(Exception, match=r"different numbers of key-value heads, .* choose a tp that divides 2"):
+        world.run(measured, 4, case, "tp4", row)
 
 
 def test_experts_with_biases_on_other_ranks_equal_one_process(world: World) -> None:

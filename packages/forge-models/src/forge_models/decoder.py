@@ -27,8 +27,8 @@ HEAD = "head.weight"
 """Name of a tied head, whose tensor is that of the embedding."""
 MTP_TABLE = "mtp.embed.weight"
 """Name of the embedding in the MTP modules."""
-ROUTER_BIAS = ".router.bias"
-"""Suffix of the names of buffers that are part of what a trained model computes."""
+COMPUTING = (".router.bias", ".scalar")
+"""Suffixes of the names of buffers that are part of what a trained model computes."""
 
 
 class Decoder(nn.Module):
@@ -420,7 +420,7 @@ class Decoder(nn.Module):
         and from buffers that count what a run does. Empty without an adapter."""
         if not self.adapted:
             return frozenset()
-        counters = {name for name, _ in self.named_buffers() if not name.endswith(ROUTER_BIAS)}
+        counters = {name for name, _ in self.named_buffers() if not name.endswith(COMPUTING)}
         return frozenset(tensors) - counters - set(adapter_names(self)) - set(self.tuned)
 
     def _has(self, path: str) -> bool:

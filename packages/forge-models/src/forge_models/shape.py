@@ -42,9 +42,13 @@ class Rope:
     theta: Annotated[float, Gt(0)] = 10000.0
     """Base of the angles."""
     local_theta: Annotated[float, Gt(0)] | None = None
-    """Base of the angles of local (windowed) layers, which are then never scaled; same as other layers when absent."""
+    """Base of the angles of local (windowed) layers, which are then never scaled and turn in all pairs; same as other layers when
+    absent."""
     partial: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of each head's width that is rotated."""
+    proportion: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of the rotated pairs that turn, those of the highest frequencies (p-RoPE, Barbero et al., 2024; Gemma 4: 0.25). The
+    others keep their places but have angle 0, and frequencies are those of the whole width, unlike with `partial`."""
     scaling: RopeScaling = "none"
     """Scaling of frequencies for longer sequences."""
     factor: Annotated[float, Gt(0)] | None = None
@@ -74,6 +78,8 @@ class Rope:
             raise ValueError(f"scaling {self.scaling!r} needs a factor")
         if self.scaling in ("dynamic", "llama3", "yarn") and self.original_max_length is None:
             raise ValueError(f"scaling {self.scaling!r} needs original_max_length, the tokens of a sequence before stretching")
+        if self.proportion != 1 and self.scaling not in ("none", "linear"):
+            raise ValueError(f"proportion {self.proportion} does not support scaling {self.scaling!r}; use 'linear' or 'none'")
         if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}")
         for item in fields(self):
@@ -259,6 +265,7 @@ class DecoderShape:
     mtp_schedule: Component | None
     labels: int = 0
     attention_only: tuple[int, ...] = ()
+    layer_scalar: bool = False
 
     @property
     def blocks(self) -> int:

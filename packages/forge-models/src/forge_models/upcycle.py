@@ -76,7 +76,7 @@ class Upcycled:
         return whole[tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
 
     def _read(self, name: str) -> Tensor:
-        if name in self._buffers:
+        if name in self._buffers and name not in self._dense.tensors:
             return self._buffers[name].clone()
         if name in self._dense.tensors:
             return self._dense.read([name])[name]

@@ -269,6 +269,8 @@ def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         states = shape.units.get("state_heads", 0) % layout.tp
         fits = shares.heads_refusal({**shape.units, "state_heads": layout.tp}, layout.tp) is None
         unit = "attention" if states and fits else "heads" if shape.heads % layout.tp else "kv_heads"
+        if unit == "kv_heads" and "common_kv_heads" in shape.units:
+            unit = "attention.global_kv_heads"
         yield Fault(f"model.{unit}", why, hint="change it, or change parallel.tp")
     for key, rows in dict.fromkeys(split_widths(job.model)):
         if why := shares.rows_refusal(key, rows, layout.tp):

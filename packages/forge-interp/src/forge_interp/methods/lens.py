@@ -104,6 +104,8 @@ def direct_logit_attribution(
     shape = decoder.shape
     if shape.soft_cap is not None:
         raise InterpError("a cap on logits is not linear, so a logit is not a sum over parts")
+    if shape.layer_scalar:
+        raise InterpError("model.layer_scalar = true scales the stream between blocks, so a logit is not a sum over parts")
     names = ["embeddings", "*.attention.heads", "*.attention.added", "*.mlp.added", "residual", "norm"]
     with capture(model, names, positions=position) as seen:
         model(tokens)

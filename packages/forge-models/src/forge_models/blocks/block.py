@@ -13,13 +13,14 @@ with D the number of next-token labels in the whole step. The paper also divides
 by the smaller number of labels of that module. Every layout therefore gives the same numbers without further communication.
 """
 
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge_core.protocols.model import LossTerms
-from forge_core.specs import Dim, ModuleSpec, TensorSpec
+from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models.autograd import with_gradient_of
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
@@ -35,8 +36,10 @@ class Block(nn.Module):
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
     second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
     With a `shared_norm` too, both parts read what one norm makes. A `sparse` block has experts instead of the feed-forward layer.
-    `attention_only` blocks end behind the attention.
+    `attention_only` blocks end behind the attention. With a `layer_scalar`, the sum is multiplied with the buffer `scalar`.
     """
+
+    scalar: Tensor | None
 
     def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__()
@@ -62,6 +65,7 @@ class Block(nn.Module):
         if whole:
             self.mlp = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after and whole else None
+        self.register_buffer("scalar", torch.full((1,), nan) if shape.layer_scalar else None)
 
     def forward(
         self,
@@ -95,7 +99,7 @@ class Block(nn.Module):
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.mlp is None:
-            x = tap("residual_after", x + added)
+            x = self._leave(x + added)
             return (x, None, *seen) if self.indexed else x
         if self.parallel:
             inner, x = normed if self.shares_norm else _normed(x, self.mlp_norm), x + added
@@ -119,11 +123,18 @@ class Block(nn.Module):
 
     def _end(self, x: Tensor, inner: Tensor) -> Tensor:
         added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm))
-        return tap("residual_after", x + added)
+        return self._leave(x + added)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return tap("residual_after", x if self.scalar is None else x * self.scalar.to(x.dtype))
 
     def _scaled(self, inner: Tensor, norm: nn.Module | None) -> Tensor:
         inner = _normed(inner, norm)
         return inner if self.multiplier == 1 else inner * self.multiplier
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Returns the spec of the block's own buffer; its parts describe themselves."""
+        return {} if self.scalar is None else {"scalar": TensorSpec((None,), Init("ones"), "vector")}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Returns the layout of the norms, which strategies may shard along the sequence."""

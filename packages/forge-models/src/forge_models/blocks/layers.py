@@ -32,8 +32,11 @@ class Linear(nn.Linear):
             nn.init.constant_(parameter, nan)
 
 
-def linear_specs(name: str, layer: nn.Linear, dims: tuple[Dim, Dim], std: float) -> dict[str, TensorSpec]:
-    """Returns the specs of layer `name`: a weight with `dims` (outputs, inputs), normal with `std`; the bias, if any, is zero."""
+def linear_specs(name: str, layer: nn.Linear | None, dims: tuple[Dim, Dim], std: float) -> dict[str, TensorSpec]:
+    """Returns the specs of layer `name`: a weight with `dims` (outputs, inputs), normal with `std`; the bias, if any, is zero. A
+    layer that is None has none."""
+    if layer is None:
+        return {}
     specs = {f"{name}.weight": TensorSpec(dims, Init("normal", std), "matrix")}
     if layer.bias is not None:
         specs[f"{name}.bias"] = TensorSpec(dims[:1], Init("zeros"), "vector")
@@ -101,6 +104,12 @@ class RMSNorm(nn.Module):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the spec of the weight, which starts at 1 - offset."""
         return {"weight": TensorSpec((None,), Init("zeros" if self.offset else "ones"), "vector")}
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """Computes x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 and rounded once: `RMSNorm` without a weight."""
+    wide = _wide(x)
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -85,6 +85,9 @@ def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
     """Returns radians per position, (width / 2,) fp32, for a scaling that does not depend on the sequence length."""
     growth = rope.theta ** _exponents(width, device)
     plain = 1.0 / growth
+    if rope.proportion != 1:
+        turning = torch.arange(width // 2, device=device) < rope.proportion * width // 2
+        plain = torch.where(turning, plain, 0.0)
     if rope.factor is None or rope.scaling == "none":
         return plain
     if rope.scaling == "linear":

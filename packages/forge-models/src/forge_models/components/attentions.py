@@ -1,6 +1,8 @@
 """Attention of a block, chosen in `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -45,6 +47,14 @@ class GQA(Component):
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Indices, from 0, of the layers that are global."""
+    global_head_dim: Annotated[int, Gt(0)] | None = None
+    """Width of one head of global layers, even; the model's `head_dim` when absent."""
+    global_kv_heads: Annotated[int, Gt(0)] | None = None
+    """Number of key and value heads of global layers, a divisor of `heads`; the model's `kv_heads` when absent."""
+    v_norm: bool = False
+    """Whether each head of v is divided by its root mean square, with the `eps` of the model's norm and without a weight."""
+    keys_as_values: Literal["none", "global", "all"] = "none"
+    """Layers without `v_proj`, whose values are the projected keys before their norm and rotation."""
     nope_every: Annotated[int, Gt(0)] | None = None
     """Every n-th layer (the n-th, the 2n-th, ...) has no rotary positions (Yang et al., 2025; SmolLM3: 4)."""
     nope_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -70,6 +80,10 @@ class GQA(Component):
             raise ValueError("global_every and global_layers exclude each other; set one")
         if self.window is None and (self.global_every is not None or self.global_layers is not None):
             raise ValueError("global_every and global_layers need a window; without one every layer is global")
+        if self.window is None and (self.global_head_dim is not None or self.global_kv_heads is not None):
+            raise ValueError("global_head_dim and global_kv_heads need a window; without one set head_dim and kv_heads")
+        if self.window is None and self.keys_as_values == "global":
+            raise ValueError("keys_as_values = 'global' needs a window; without one every layer is global: set 'all'")
         if (self.temperature is None) != (self.temperature_length is None):
             raise ValueError("temperature and temperature_length need each other; set both, or neither")
         if not self.causal and self.window is not None:
@@ -96,6 +110,8 @@ class GQA(Component):
             cls(output_gate=True),
             cls(sinks=True, window=3),
             cls(temperature=0.5, temperature_length=3),
+            cls(window=3, global_layers=(0,), global_head_dim=10, global_kv_heads=1, v_norm=True, keys_as_values="global"),
+            cls(keys_as_values="all", qk_norm="head"),
             cls(causal=False),
         )
 
@@ -110,15 +126,47 @@ class GQA(Component):
                 raise ValueError(f"{name} {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
         if context.rope.local_theta is not None and self.window is None:
             raise ValueError("rope.local_theta needs local layers; set attention.window")
-        turning = int(context.head_dim * context.rope.partial)
-        if turning % 2 or not turning:
-            raise ValueError(f"{turning} of head_dim {context.head_dim} dimensions rotate; the number must be even and positive")
+        for name in ("global_head_dim", "global_kv_heads"):
+            if getattr(self, name) is not None and not any(self._is_global(layer) for layer in range(context.layers)):
+                raise ValueError(f"{name} needs global layers; set global_every or global_layers, or remove it")
+        if self.global_kv_heads is not None and context.heads % self.global_kv_heads:
+            raise ValueError(f"global_kv_heads {self.global_kv_heads} must divide heads {context.heads}")
+        widths = {"head_dim": context.head_dim, "global_head_dim": self.global_head_dim}
+        for name, width in widths.items():
+            if width is None:
+                continue
+            turning = int(width * context.rope.partial)
+            if turning % 2 or not turning or width % 2:
+                raise ValueError(f"{turning} of {name} {width} dimensions rotate; the number must be even and positive")
+            if not context.rope.proportion * turning // 2:
+                raise ValueError(f"rope.proportion {context.rope.proportion} of {turning // 2} pairs of {name} is none; raise it")
 
     def window_at(self, layer: int) -> int | None:
         """Returns the window of layer `layer`; None if the layer is global."""
         listed = self.global_layers is not None and layer in self.global_layers
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
         return None if listed or counted else self.window
+
+    def _is_global(self, layer: int) -> bool:
+        return self.window is not None and self.window_at(layer) is None
+
+    def of_layer(self, context: BlockContext) -> BlockContext:
+        """Returns the context with the sizes of heads of its layer."""
+        if not self._is_global(context.layer):
+            return context
+        head_dim, kv_heads = self.global_head_dim or context.head_dim, self.global_kv_heads or context.kv_heads
+        return replace(context, head_dim=head_dim, kv_heads=kv_heads)
+
+    def units(self, context: BlockContext) -> dict[str, int]:
+        """Returns the number of indivisible units of each logical dimension, if layers differ in it."""
+        if self.global_kv_heads in (None, context.kv_heads):
+            return {}
+        common = gcd(self.global_kv_heads, context.kv_heads)
+        return {"kv_heads": common, "common_kv_heads": common}
+
+    def has_values(self, layer: int) -> bool:
+        """Whether layer `layer` projects values of its own."""
+        return self.keys_as_values == "none" or (self.keys_as_values == "global" and not self._is_global(layer))
 
     def rotates_at(self, layer: int) -> bool:
         """Whether layer `layer` has rotary positions."""
@@ -127,25 +175,33 @@ class GQA(Component):
 
     def matrices(self, context: BlockContext) -> dict[str, Matrix]:
         """Returns the linear layers by name."""
+        context = self.of_layer(context)
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
+        keys = Matrix((kv_heads, context.dim), ("kv_heads", "embed"))
         return {
             "q_proj": Matrix((2 * heads if self.output_gate else heads, context.dim), ("heads", "embed")),
-            "k_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
-            "v_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
+            "k_proj": keys,
+            **({"v_proj": keys} if self.has_values(context.layer) else {}),
             "o_proj": Matrix((context.dim, heads), ("embed", "heads")),
         }
 
     def score_width(self, context: BlockContext) -> int:
         """Returns the multiply-adds of one query with one key and its value, summed over all heads."""
-        return 2 * context.heads * context.head_dim
+        return 2 * context.heads * self.of_layer(context).head_dim
 
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.attention import Attention
         from forge_models.blocks.rope import Temperature
 
         warm = self.temperature is not None and self.temperature_length is not None
-        return Attention(
-            context,
+        build: Any = Attention
+        if self.v_norm or self.keys_as_values != "none":
+            from forge_models.blocks.reuse import ReusingAttention
+
+            eps = getattr(context.norm, "eps", 1e-6) if self.v_norm else None
+            build = partial(ReusingAttention, v_norm=eps, keys_as_values=not self.has_values(context.layer))
+        return build(
+            self.of_layer(context),
             qkv_bias=self.qkv_bias,
             output_bias=self.output_bias,
             qk_norm=self.qk_norm,

@@ -96,6 +96,9 @@ class DecoderConfig(Component):
     norm before its parts instead of two (GPT-J, Cohere)."""
     attention_only: tuple[Annotated[int, Ge(0)], ...] = ()
     """Indices, from 0, of blocks that have no feed-forward layer behind their attention or recurrent layer (Nemotron-H)."""
+    layer_scalar: bool = False
+    """Whether the stream that leaves a block is multiplied with a number of the block, which is stored with the weights but not
+    trained: 1 in a new model (Gemma 4)."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -139,6 +142,7 @@ class DecoderConfig(Component):
             replace(small, parallel_residual=True, shared_norm=True),
             replace(small, learned_positions=True, attention=GQA(nope_every=1)),
             replace(small, attention_only=(0,)),
+            replace(small, layer_scalar=True),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
             replace(small, labels=("a", "b", "c"), tied_embeddings=True),
@@ -257,6 +261,7 @@ class DecoderConfig(Component):
             parallel_residual=self.parallel_residual,
             shared_norm=self.shared_norm,
             attention_only=self.attention_only,
+            layer_scalar=self.layer_scalar,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,

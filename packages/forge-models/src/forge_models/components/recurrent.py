@@ -182,9 +182,9 @@ class Hybrid(Component):
                 check(context)
 
     def units(self, context: BlockContext) -> dict[str, int]:
-        """Returns the units of the recurrent layers."""
-        units: Any = getattr(self.recurrent, "units", None)
-        return {} if units is None else units(context)
+        """Returns the units of both kinds of layers."""
+        units: list[Any] = [getattr(part, "units", None) for part in (self.full, self.recurrent)]
+        return {name: count for each in units if each is not None for name, count in each(context).items()}
 
     def norm_placement_at(self, layer: int) -> NormPlacement | None:
         """Returns the placement of norms in block `layer`; None = that of the model."""

@@ -129,6 +129,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns what determines the logits, in a normal form; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
     fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier", "labels")
+    fields += ("layer_scalar",)
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
     result |= {"attention_only": tuple(sorted(set(decoder.attention_only)))}
     result |= meaning_of_experts(decoder)
@@ -147,16 +148,28 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         result |= {"norm_placement": placements, "attention.recurrent": recurrent}
         attention = attention.full
     if isinstance(attention, GQA):
-        scale = attention.scale or decoder.shape.head_dim**-0.5
-        result |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
-        result |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
+        result |= _heads(decoder, attention) | {"attention.windows": windows_of(decoder)}
         result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
         layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
+        heads = dict.fromkeys(("global_head_dim", "global_kv_heads"))
+        attention = replace(attention, keys_as_values="none", **heads)
         attention = replace(attention, scale=None, window=None, **layers, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
         attention = replace(attention, kl_weight=1.0) if isinstance(attention, IndexedMLA) else attention
     return result | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
+
+
+def _heads(decoder: DecoderConfig, attention: GQA) -> dict[str, Any]:
+    """Returns the sizes of heads, the scale of scores and the layers without projected values: one value if layers are alike."""
+    contexts = [attention.of_layer(decoder.shape.context(layer)) for layer in range(decoder.layers)]
+    found = {
+        "kv_heads": tuple(context.kv_heads for context in contexts),
+        "head_dim": tuple(context.head_dim for context in contexts),
+        "attention.scale": tuple(attention.scale or context.head_dim**-0.5 for context in contexts),
+        "attention.keys_as_values": tuple(not attention.has_values(layer) for layer in range(decoder.layers)),
+    }
+    return {name: values if len(set(values)) > 1 else values[0] for name, values in found.items()}
 
 
 def misfits(family: Family, decoder: DecoderConfig) -> list[str]:

@@ -126,8 +126,9 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
         experts = replace(experts, part="mlp", fused=True)
     found = {name: _place(family, experts, decoder, name, shape) for name, shape in parameters.items()}
     found |= _fused(family, found)
-    bias = "router.bias" if experts is not None and experts.bias is not None else None
-    known = {name: shape for name, shape in buffers.items() if bias is not None and name.endswith(bias)}
+    ends = ("router.bias",) if experts is not None and experts.bias is not None else ()
+    ends += (".scalar",) if "scalar" in family.parts else ()
+    known = {name: shape for name, shape in buffers.items() if name.endswith(ends)}
     return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
 
 
@@ -150,9 +151,12 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         return TensorPlace(shape, (SCORE,))
     if (theirs := {**OUTSIDE, **family.outside}.get(name)) is not None:
         return TensorPlace(shape, (theirs,))
-    blocks, layer, part, rest = name.split(".", 3)
+    blocks, layer, part, *further = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
+    if not further:
+        return TensorPlace(shape, (f"{family.layers}.{layer}.{family.parts[part]}",))
+    rest = further[0]
     prefix = f"{family.layers}.{family.layer_of(decoder, int(layer), part)}"
     if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
         prefix = f"{prefix}.{experts.part}"

@@ -28,6 +28,10 @@ EXPECTED: Mapping[type, str] = {int: "a positive integer", bool: "true or false"
 """Keys whose values are not positive numbers, and names of their types for messages."""
 
 PARTIAL = "partial_rotary_factor"
+TABLES = "rope_parameters"
+"""Key of the newer tables, one for each kind of layer or one for all."""
+PROPORTIONAL = "proportional"
+"""`rope_type` of a table in which `partial_rotary_factor` is the share of pairs that turn; only some families have it."""
 
 
 def read_rope(
@@ -37,6 +41,7 @@ def read_rope(
     local_key: str | None = None,
     partial: float | None = None,
     inert: tuple[str, ...] = (),
+    proportion: float | None = None,
 ) -> dict[str, Any]:
     """Reads `rope` and `max_length` of the decoder; collects faults in `keys`.
 
@@ -48,9 +53,10 @@ def read_rope(
         partial: default of `partial_rotary_factor`, the share of a head that is rotated, which may be in the rope table or next
             to it; None = the key does not exist.
         inert: keys of a table that change nothing of text.
+        proportion: share of pairs of global layers that turn if there is no table; None = tables of this type do not exist.
     """
     length = keys.integer("max_position_embeddings")
-    rope = _rope(keys, theta, length, local_theta, local_key, partial, inert)
+    rope = _rope(keys, theta, length, local_theta, local_key, partial, inert, proportion)
     if rope.scaling == "dynamic":  # dynamic scaling is for sequences longer than max_position_embeddings
         length = int(length * (rope.factor or 1))
     return {"rope": rope, "max_length": length}
@@ -64,6 +70,7 @@ def _rope(
     local_key: str | None,
     default_partial: float | None,
     inert: tuple[str, ...],
+    default_proportion: float | None,
 ) -> Rope:
     values = {key: keys.values[key] if keys.given(key) else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     if values["rope_scaling"] and values["rope_parameters"]:
@@ -100,7 +107,12 @@ def _rope(
             for name in sorted(set(table) - {FULL, SLIDING}):
                 keys.fault(f"{where}.{name}", "is not implemented")
             table, where = _table(keys, f"{where}.{FULL}", table.get(FULL)), f"{where}.{FULL}"
-    fields = _fields(keys, where, table, theta, length)
+    if default_proportion is not None and not values["rope_parameters"]:
+        table = {"rope_type": PROPORTIONAL, PARTIAL: default_proportion}
+    if default_proportion is not None and table.get("rope_type") == PROPORTIONAL:
+        fields = _proportional(keys, where, table, theta)
+    else:
+        fields = _fields(keys, where, table, theta, length)
     try:
         return Rope(local_theta=local_theta, partial=partial, **fields)
     except (ValueError, TypeError) as cause:
@@ -176,6 +188,31 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     return fields
 
 
+def _proportional(keys: Keys, where: str, table: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    share, factor = table.get(PARTIAL, 1.0), table.get("factor", 1.0)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        keys.fault(f"{where}.{PARTIAL}", f"expected a number above 0, 1 at most, not {share!r}")
+        share = 1.0
+    for name in sorted(set(table) - {"rope_type", "rope_theta", PARTIAL, "factor"}):
+        keys.fault(f"{where}.{name}", f"{table[name]!r} is not implemented for rope_type {PROPORTIONAL!r}")
+    fields = {"theta": _theta(keys, f"{where}.rope_theta", table.get("rope_theta"), theta), "proportion": float(share)}
+    if same_value(factor, 1) or (factor := keys.positive(f"{where}.factor", factor)) is None:
+        return fields
+    return fields | {"scaling": "linear", "factor": factor}
+
+
+def write_tables(rope: Rope) -> dict[str, Any]:
+    """Returns `rope_parameters` with a table for each kind of layer."""
+    local = rope.of_layer(local=True)
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.proportion != 1:
+        full |= {"rope_type": PROPORTIONAL, PARTIAL: rope.proportion}
+        full |= {} if rope.factor is None else {"factor": rope.factor}
+    elif rope.scaling != "none":
+        full |= _scaling(rope)
+    return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local.theta}}
+
+
 def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling`, which every version of transformers reads, and the maximum length if it differs
     from Forge's."""
@@ -184,15 +221,18 @@ def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
     if rope.scaling == "dynamic":
         written["max_position_embeddings"] = rope.original_max_length
     if rope.scaling != "none":
-        values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
-        kept = {name: value for name, value in values.items() if value is not None}
-        written["rope_scaling"] = {"rope_type": rope.scaling, **kept}
+        written["rope_scaling"] = _scaling(rope)
     return written
+
+
+def _scaling(rope: Rope) -> dict[str, Any]:
+    values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
+    return {"rope_type": rope.scaling, **{name: value for name, value in values.items() if value is not None}}
 
 
 def meaning(rope: Rope) -> dict[str, Any]:
     """Returns the fields that affect the angles."""
-    fields = {name: getattr(rope, name) for name in ("theta", "local_theta", "partial", "scaling")}
+    fields = {name: getattr(rope, name) for name in ("theta", "local_theta", "partial", "proportion", "scaling")}
     used = SCALINGS.get(rope.scaling, ()) if rope.scaling != "none" else ()
     extra = ("original_max_length",) if rope.scaling == "dynamic" else ()
     return fields | {name: getattr(rope, name) for name in (*(OURS.get(name, name) for name in used), *extra)}

@@ -39,6 +39,11 @@ def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
         return f"{heads} heads cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"
     if kv_heads is not None and kv_heads % tp and tp % kv_heads:
         return f"{kv_heads} key-value heads do not fit parallel.tp = {tp}; choose values of which one divides the other"
+    if (common := units.get("common_kv_heads")) is not None and common % tp:
+        return (
+            f"layers have different numbers of key-value heads, which parallel.tp = {tp} must all be multiples of; choose a tp "
+            f"that divides {common}"
+        )
     if (states := units.get("state_heads")) is not None and states % tp:
         return (
             f"{states} heads of recurrent layers cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"

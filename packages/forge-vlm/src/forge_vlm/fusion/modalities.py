@@ -152,6 +152,11 @@ class ModalityBlock(nn.Module):
                 "blocks with weights for each modality have a feed-forward layer each; leave out model.attention_only, or set "
                 "model.fusion.name = 'joint_decoder'"
             )
+        if shape.layer_scalar:
+            raise ValueError(
+                "blocks with weights for each modality have no scalar; set model.layer_scalar = false, or model.fusion.name = "
+                "'joint_decoder'"
+            )
         context = shape.context(layer)
         norm: Any = shape.norm
         attention: Any = shape.attention

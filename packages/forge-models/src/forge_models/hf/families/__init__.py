@@ -5,6 +5,7 @@ from types import MappingProxyType
 from forge_models.hf.families.cohere import Cohere, Cohere2
 from forge_models.hf.families.deepseek import DeepseekV3, DeepseekV32
 from forge_models.hf.families.gemma import Gemma2, Gemma3
+from forge_models.hf.families.gemma4 import Gemma4
 from forge_models.hf.families.glm import Glm4Moe
 from forge_models.hf.families.gpt2 import GPT2
 from forge_models.hf.families.gpt_neox import GPTNeoX
@@ -31,6 +32,7 @@ DENSE = (
     Olmo3(),
     Gemma2(),
     Gemma3(),
+    Gemma4(),
     StableLM(),
     Phi3(),
     SmolLM3(),
