@@ -4,7 +4,7 @@ from typing import Any
 
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
-from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.experts import MoEConfig, NormedTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
@@ -85,6 +85,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
             losses=Losses(sequence=0.1, global_batch=0.1, z=0.1),
         ),
         "mlp": GELU(),
+        "norm_placement": "sandwich",
+    },
+    "experts_with_norms_of_branches": {
+        "moe": MoEConfig(experts=4, shared=2, ffn_dim=24, first_dense=1, branch_norms=True, router=NormedTopKConfig(eps=1e-3)),
         "norm_placement": "sandwich",
     },
     "layers_without_rope": {"attention": GQA(nope_every=2, window=4, global_layers=(1,)), "kv_heads": 2},

@@ -34,6 +34,7 @@ TINY: dict[str, Any] = {
     "num_experts": 8,
     "n_routed_experts": 16,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "experts_per_token": 2,
     "moe_intermediate_size": 20,
     "linear_key_head_dim": 6,
@@ -78,6 +79,8 @@ def tiny(values: dict[str, Any]) -> dict[str, Any]:
     if {"partial_rotary_factor", "rotary_pct"} & set(small):
         small["hidden_size"] = 64
         small |= {"head_dim": 16} if "head_dim" in small else {}
+    if values.get("enable_moe_block"):  # its dense part is a number of experts
+        small["intermediate_size"] = 2 * small["moe_intermediate_size"]
     return small
 
 

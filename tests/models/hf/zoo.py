@@ -319,6 +319,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4}
         | {"rope_parameters": {"full_attention": PROPORTIONAL | {"partial_rotary_factor": 0.6, "factor": 3.0}}},
     ),
+    "gemma4_text-experts": (
+        "gemma4_text",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16, "rms_norm_eps": 1e-3}
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ),
     "stablelm": ("stablelm", {}),
     "stablelm-half-biases-tied-yarn": (
         "stablelm",

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
+from forge_models.components.experts import HashConfig, MoEConfig, NormedTopKConfig, SigmoidTopKConfig
 from forge_models.components.layers import GELU, SwiGLU
 from forge_models.flops import count_flops
 from forge_models.objectives import CrossEntropy
@@ -17,6 +17,7 @@ CASES = [
     {"moe": MoEConfig(experts=4)},
     {"moe": MoEConfig(experts=5, top_k=3, shared=2, ffn_dim=20, first_dense=1, router=SigmoidTopKConfig())},
     {"moe": MoEConfig(experts=4, shared=1, shared_gate=True, first_dense=1)},
+    {"moe": MoEConfig(experts=4, shared=1, branch_norms=True, router=NormedTopKConfig())},
     {"moe": MoEConfig(experts=6, top_k=1, ffn_dim=20, every=2, router=HashConfig()), "mlp": GELU()},
 ]
 

@@ -10,7 +10,7 @@ from forge_models.blocks.moe.dispatch import limited
 from forge_models.blocks.moe.experts import Experts, unfit
 from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.experts import HashConfig, MoEConfig, NormedTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, GeGLU, ReLU2, SwiGLU
 from forge_models.shape import Losses
 from models.conftest import fill
@@ -389,3 +389,41 @@ def test_a_gate_scales_what_shared_experts_add():
     assert isinstance(shared, torch.nn.Module)
     with pytest.raises(ValueError, match="shared_gate needs shared experts"):
         MoEConfig(shared_gate=True)
+
+
+def test_norms_of_branches_are_around_shared_and_chosen_experts():
+    """Against the plain layer on what the norms make; the router reads the stream itself."""
+    part = layer(MoEConfig(experts=4, shared=2, ffn_dim=12, branch_norms=True)).eval()
+    x, _ = inputs()
+    with torch.no_grad():
+        found, _ = part(x)
+        routing = part.router(x.flatten(0, 1), None)
+        matrices = [part.experts.gate_proj, part.experts.up_proj, part.experts.down_proj]
+        chosen = torch.zeros_like(x)
+        for at, token in enumerate(part.experts_norm(x).flatten(0, 1)):
+            for expert, weight in zip(routing.experts[at], routing.weights[at], strict=True):
+                made = feed_forward(token, *(matrix[expert] for matrix in matrices), SwiGLU())
+                chosen.flatten(0, 1)[at] += weight * made
+        expected = part.shared_post_norm(part.shared(part.shared_norm(x))) + part.experts_post_norm(chosen)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for moe in ({}, {"shared": 1, "shared_gate": True}):
+        with pytest.raises(ValueError, match="branch_norms needs shared experts without a gate"):
+            MoEConfig(branch_norms=True, **moe)
+    whole = {"norm_placement": "sandwich", "moe": MoEConfig(experts=4, shared=1, branch_norms=True)}
+    block = DecoderConfig(**SIZES, **whole).build().blocks["0"]
+    assert block.mlp_norm is None and block.mlp_post_norm is not None
+    with pytest.raises(ValueError, match=r"moe\.branch_norms does not support shared_norm"):
+        DecoderConfig(**SIZES, **whole, shared_norm=True, parallel_residual=True)
+
+
+def test_a_router_that_normalizes_its_input_has_the_weights_of_its_formula():
+    part = layer(MoEConfig(experts=5, top_k=3, router=NormedTopKConfig(eps=1e-2))).router
+    x = inputs()[0].detach().flatten(0, 1)
+    z = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * part.scale / 16**0.5
+    exponents = (z @ part.weight.T).exp()
+    chosen = exponents.topk(3)
+    routing = part(x, None)
+    assert torch.equal(routing.experts, chosen.indices)
+    expected = chosen.values / chosen.values.sum(-1, keepdim=True) * part.expert_scale[chosen.indices]
+    torch.testing.assert_close(routing.weights, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(routing.probabilities, exponents / exponents.sum(-1, keepdim=True), rtol=1e-12, atol=0)

@@ -8,7 +8,7 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.experts import HashConfig, MoEConfig, NormedTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU
 from forge_models.hf.streamed_forward import logits_of
 from forge_models.upcycle import Upcycled
@@ -59,6 +59,15 @@ def test_the_function_is_preserved(make, tokens, name, fields):
     assert sparse.facts.step == 7
 
 
+def test_numbers_of_blocks_are_kept(make):
+    module = make(layer_scalar=True)
+    dense = Held(module, layer_scalar=True)
+    name = "blocks.1.scalar"
+    dense._held[name], dense.tensors[name] = torch.tensor([2.5]), StoredTensor((1,), "float32")
+    sparse = Upcycled(dense, MoEConfig(experts=4))
+    assert torch.equal(sparse.read([name])[name], dense._held[name])
+
+
 def test_noise_makes_experts_differ_by_what_was_asked(make):
     dense = Held(make())
     plain, noisy = Upcycled(dense, MoEConfig(experts=4)), Upcycled(dense, MoEConfig(experts=4), noise=0.1)
@@ -91,6 +100,8 @@ def test_the_dtype_stays(make):
         (MoEConfig(experts=8, top_k=2, ffn_dim=24, router=HashConfig()), "cannot choose the"),
         (MoEConfig(experts=8, top_k=2, ffn_dim=24, router=SigmoidTopKConfig(n_group=8)), "whole copies of 2"),
         (MoEConfig(first_dense=2), "no layer experts"),
+        (MoEConfig(shared=1, branch_norms=True), r"branch_norms = false"),
+        (MoEConfig(router=NormedTopKConfig()), "choose router softmax_topk"),
     ],
 )
 def test_what_cannot_be_preserved_is_refused(make, moe, message):

@@ -10,7 +10,7 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import SoftmaxTopKConfig
+from forge_models.components.experts import NormedTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses, Rope
@@ -92,6 +92,11 @@ DECODERS = {
         mlp=ClampedSwiGLU(limit=0.1, bias=True),
         moe=replace(EXPERTS, losses=Losses(), router=SoftmaxTopKConfig(bias=True)),
     ),
+    "norms of branches": replace(
+        DECODER,
+        moe=replace(EXPERTS, shared=2, branch_norms=True, losses=Losses(global_batch=0.1), router=NormedTopKConfig()),
+        norm_placement="sandwich",
+    ),
     "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
     "heads of global layers": replace(
         DECODER,
@@ -134,9 +139,10 @@ def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World
         world.run(measured, 4, case, "tp4", row)
 
 
-def test_experts_with_biases_on_other_ranks_equal_one_process(world: World) -> None:
+@pytest.mark.parametrize("model", ["experts with biases", "norms of branches"])
+def test_experts_on_other_ranks_equal_one_process(world: World, model: str) -> None:
     row = frozenset({"dp_shard", "ep_all_to_all"})
-    case = replace(case_of(row), build=DECODERS["experts with biases"].build)
+    case = replace(case_of(row), build=DECODERS[model].build)
     whole = measured(case, "1", row)
     for found in world.run(measured, 2, case, "dp2ep2", row):
         difference = compare(whole, found)

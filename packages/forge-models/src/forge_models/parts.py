@@ -28,6 +28,7 @@ PARTS = {
     },
     "forge.routers": {
         "hash": "forge_models.components.experts:HashConfig",
+        "normed_topk": "forge_models.components.experts:NormedTopKConfig",
         "sigmoid_topk": "forge_models.components.experts:SigmoidTopKConfig",
         "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
     },

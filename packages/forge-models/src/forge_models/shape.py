@@ -226,6 +226,7 @@ class MoEShape:
     kernel: ExpertKernel
     router: Component
     losses: Losses
+    branch_norms: bool = False
 
     def has(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""

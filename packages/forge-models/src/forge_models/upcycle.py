@@ -129,8 +129,11 @@ def _slices(moe: MoEShape, ffn_dim: int) -> int:
         ForgeError: see `Upcycled`.
     """
     router: Any = moe.router
+    if moe.branch_norms:
+        raise ForgeError("a dense model has no norms of branches: set model.moe.branch_norms = false")
     if getattr(router, "total", None) is None:
-        raise ForgeError("the combine weights of a token must add up to one number: set model.moe.router.normalize = true")
+        how = "set model.moe.router.normalize = true" if hasattr(router, "normalize") else "choose router softmax_topk"
+        raise ForgeError(f"the combine weights of a token must add up to one number: {how}")
     if ffn_dim % moe.ffn_dim:
         raise ForgeError(f"model.moe.ffn_dim {moe.ffn_dim} must divide the dense model's ffn_dim {ffn_dim}")
     slices = ffn_dim // moe.ffn_dim

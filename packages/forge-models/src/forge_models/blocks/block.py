@@ -35,7 +35,8 @@ class Block(nn.Module):
 
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
     second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
-    With a `shared_norm` too, both parts read what one norm makes. A `sparse` block has experts instead of the feed-forward layer.
+    With a `shared_norm` too, both parts read what one norm makes. Experts with `branch_norms` read the stream itself. A `sparse`
+    block has experts instead of the feed-forward layer.
     `attention_only` blocks end behind the attention. With a `layer_scalar`, the sum is multiplied with the buffer `scalar`.
     """
 
@@ -56,8 +57,9 @@ class Block(nn.Module):
         self.attention: nn.Module = attention.build(context)
         self.attention_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
         whole = shape.has_feed_forward(layer)
-        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and whole and not shape.shared_norm else None
         moe = shape.moe if shape.has_experts(layer) else None
+        normed = whole and not shape.shared_norm and (moe is None or not moe.branch_norms)
+        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and normed else None
         self.sparse = moe is not None
         self.indexed: bool = getattr(self.attention, "observes", False)
         self.reads = ("token_mask", "tokens") if self.sparse else ("token_mask",) if self.indexed else ()

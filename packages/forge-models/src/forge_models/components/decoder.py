@@ -228,6 +228,8 @@ class DecoderConfig(Component):
             raise ValueError(
                 f"moe gives no layer experts: first_dense {moe.first_dense} and every {moe.every}{also} exclude all {self.layers}"
             )
+        if moe.branch_norms and self.shared_norm:
+            raise ValueError("moe.branch_norms does not support shared_norm, because its experts read the stream; remove one")
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
             raise ValueError(f"experts are built like mlp, and {type(mlp).__name__} does not declare `activation` and `gated`")
 

@@ -46,6 +46,24 @@ class SoftmaxTopKConfig(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormedTopKConfig(Component):
+    """Takes the top_k of softmax(W z), with weights that are divided by their sum and multiplied with a learned factor of each
+    expert (Gemma 4). z is x divided by its root mean square, times a learned vector, divided by sqrt(dim)."""
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.moe.routers:NormedTopK"
+
+    eps: Annotated[float, Gt(0)] = 1e-6
+    """Added to the mean square of x."""
+    learned: ClassVar[bool] = True
+    total: ClassVar[float | None] = None
+
+    def matrices(self, context: RouterContext) -> dict[str, Matrix]:
+        """Returns the linear layers by name."""
+        return _matrices(context)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SigmoidTopKConfig(Component):
     """Takes the top_k of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
 
@@ -151,6 +169,9 @@ class MoEConfig:
     """Number of shared experts, which process every token in addition to the chosen ones."""
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied with sigmoid(w x), one number for each token (Qwen2-MoE)."""
+    branch_norms: bool = False
+    """Whether shared and chosen experts each have a norm before them and one behind, and the router reads the stream itself
+    (Gemma 4). There is then no other norm before the layer; needs shared experts."""
     every: Annotated[int, Gt(0)] = 1
     """Every n-th layer (the n-th, the 2n-th, ...) has experts; the others have a feed-forward layer."""
     first_dense: Annotated[int, Ge(0)] = 0
@@ -174,6 +195,8 @@ class MoEConfig:
             raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate needs shared experts; set shared, or remove shared_gate")
+        if self.branch_norms and (not self.shared or self.shared_gate):
+            raise ValueError("branch_norms needs shared experts without a gate; set shared, or remove branch_norms")
         router = self._router
         if self.losses.any() and not getattr(router, "learned", True):
             raise ValueError(f"router {type(router).__name__} is not learned, so losses cannot balance it; remove losses")
@@ -196,6 +219,7 @@ class MoEConfig:
             top_k=self.top_k,
             shared=self.shared,
             shared_gate=self.shared_gate,
+            branch_norms=self.branch_norms,
             every=self.every,
             first_dense=self.first_dense,
             ffn_dim=ffn_dim if self.ffn_dim is None else self.ffn_dim,

@@ -157,13 +157,14 @@ class ExpertNames:
     """Names of the tensors of experts in a checkpoint.
 
     Attributes:
-        part: name of the layer of experts.
+        part: name of the layer of experts; empty if its parts are those of the block.
         matrices: Forge's name of a projection -> its name in an expert, if they differ.
         router: name of the router inside the layer.
         bias: name of the router's bias inside the layer.
         shared: name of the shared experts inside the layer.
         shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
+        others: Forge's name of a further tensor of the layer -> its name, from the block on.
         interleaved: whether they always are, with inputs before outputs, gate and up alternating, and biases (gpt-oss).
     """
 
@@ -175,6 +176,7 @@ class ExpertNames:
     shared_gate: str | None = None
     fused: bool = False
     interleaved: bool = False
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
@@ -240,5 +242,7 @@ def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
     router = moe.router
     if isinstance(router, SigmoidTopKConfig):
         router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
-    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "shared_gate", "capacity", "ffn_dim")}
+    sizes = {
+        name: getattr(moe, name) for name in ("experts", "top_k", "shared", "shared_gate", "branch_norms", "capacity", "ffn_dim")
+    }
     return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}

@@ -122,7 +122,7 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
     """
     parameters, buffers = _shapes(decoder)
     experts = family.experts
-    if fused and experts is not None:
+    if fused and experts is not None and not experts.fused:
         experts = replace(experts, part="mlp", fused=True)
     found = {name: _place(family, experts, decoder, name, shape) for name, shape in parameters.items()}
     found |= _fused(family, found)
@@ -159,7 +159,9 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
     rest = further[0]
     prefix = f"{family.layers}.{family.layer_of(decoder, int(layer), part)}"
     if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
-        prefix = f"{prefix}.{experts.part}"
+        if rest in experts.others:
+            return TensorPlace(shape, (f"{prefix}.{experts.others[rest]}",))
+        prefix = f"{prefix}.{experts.part}".removesuffix(".")
         if rest.startswith("experts.") and experts.interleaved:
             return _interleaved(f"{prefix}.{rest}", shape)
         if rest.startswith("experts.") and experts.fused:

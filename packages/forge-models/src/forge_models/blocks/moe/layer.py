@@ -44,9 +44,13 @@ class Totals(NamedTuple):
         return cls(load, dropped, *rest.unbind())
 
 
+BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm")
+"""Names of the norms of shared and of chosen experts."""
+
+
 class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x). With a `shared_gate` w, the first term is
-    sigmoid(w x) * shared(x).
+    sigmoid(w x) * shared(x). With `branch_norms`, it is n2(shared(n1(x))) + n4(sum of weight_e * expert_e(n3(x))), with norms n.
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
     balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics
@@ -69,6 +73,9 @@ class ExpertLayer(nn.Module):
         if isinstance(self.shared, MLP):
             self.shared.tapped = "shared."
         self.shared_gate = unfilled(1, context.dim) if shape.shared_gate else None
+        norm: Any = context.norm
+        for name in BRANCH_NORMS:
+            self.register_module(name, norm.build(context.dim) if shape.branch_norms else None)
         self.init_std = context.init_std
         self.dispatch: ExpertDispatcher = LocalDispatch()
         if shape.losses.global_batch:
@@ -104,7 +111,11 @@ class ExpertLayer(nn.Module):
         drops = shape.capacity is not None and not cached
         kept = limited(experts, routing.weights, shape.capacity or 0, shape.experts) if drops else experts
         slots = None if drops or mask is not None else experts.numel()
-        y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._shared_output(x)).view_as(x)
+        if shape.branch_norms:
+            y = self._apart(x, kept, routing.weights, slots)
+        else:
+            shared = self._shared_output(x)
+            y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, shared).view_as(x)
         if not self.training:
             return y, None
         by_row = x.shape[0] if rows is None else rows
@@ -133,6 +144,15 @@ class ExpertLayer(nn.Module):
             return lambda: shared(x).flatten(0, -2)
         gate = tap("shared.gate", F.linear(x, self.shared_gate).sigmoid())
         return lambda: (gate * shared(x)).flatten(0, -2)
+
+    def _apart(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None) -> Tensor:
+        """Returns the sum of shared and chosen experts, which have norms of their own before and behind them."""
+        norms: dict[str, Any] = {name: getattr(self, name) for name in BRANCH_NORMS}
+        assert self.shared is not None
+        flat = norms["experts_norm"](x).flatten(0, -2)
+        chosen = self.dispatch(flat, experts, weights, self.experts, self.shape.experts, slots).view_as(x)
+        shared = self.shared(norms["shared_norm"](x))
+        return norms["shared_post_norm"](shared) + norms["experts_post_norm"](chosen)
 
     def observe(self, router_stats: Tensor) -> None:
         """Adds the router statistics of a forward to the sum of this step."""
@@ -180,8 +200,9 @@ class ExpertLayer(nn.Module):
         return specs
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Returns the layout of the hidden states, the token mask and the token ids."""
-        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
+        """Returns the layout of the hidden states, the token mask and the token ids, and of norms."""
+        norms = dict.fromkeys(BRANCH_NORMS if self.shape.branch_norms else (), ModuleSpec((STREAM,), (STREAM,)))
+        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,)), **norms}
 
 
 def observe_all(x: Tensor, observed: list[tuple[ExpertLayer, Tensor]]) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
-from forge_models.blocks.layers import unfilled
+from forge_models.blocks.layers import unfilled, unit_rms
 from forge_models.inner_values import tap
 from forge_models.shape import Losses, RouterContext
 
@@ -97,6 +97,33 @@ class SoftmaxTopK(nn.Module):
         """Returns the specs of the weight and, if there is one, the bias."""
         bias = {} if self.bias is None else {"bias": TensorSpec((None,), Init("zeros"), "vector")}
         return {"weight": _spec(self.context)} | bias
+
+
+class NormedTopK(nn.Module):
+    """See `forge_models.components.experts.NormedTopKConfig`."""
+
+    treats_blocks_alike: ClassVar[bool] = True
+
+    def __init__(self, context: RouterContext, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.context, self.eps = context, eps
+        self.scale = unfilled(context.dim)
+        self.weight = unfilled(context.experts, context.dim)
+        self.expert_scale = unfilled(context.experts)
+
+    def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """See `Router`."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        logits = _logits(unit_rms(wide, self.eps) * self.scale * self.context.dim**-0.5, self.weight)
+        probabilities = logits.softmax(-1)
+        weights, experts = probabilities.topk(self.context.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True) * self.expert_scale.to(weights.dtype)[experts]
+        return Routing(experts, weights, probabilities, logits)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Returns the specs of the weight and of the factors, which start at 1."""
+        factors = TensorSpec((None,), Init("ones"), "vector")
+        return {"scale": factors, "weight": _spec(self.context), "expert_scale": factors}
 
 
 class SigmoidTopK(nn.Module):

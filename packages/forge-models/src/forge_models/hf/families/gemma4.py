@@ -1,20 +1,24 @@
 """The text part of Gemma 4 (Gemma Team, 2026): local and global layers differ in the number and width of their heads.
 
+Sparse models have experts beside the feed-forward layer of every block, which is one shared expert here, with norms of their own.
+
 Global layers rotate a quarter of their pairs and may take their values from their keys. Scores have scale 1, because heads of q,
 k and v are normalized, and a number of each block multiplies the stream that leaves it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
+from forge_models.components.experts import MoEConfig, NormedTopKConfig
 from forge_models.components.layers import GeGLU
 from forge_models.hf.config import ANY_VALUE, Keys
 from forge_models.hf.families.gemma import ACTIVATION, SANDWICH
 from forge_models.hf.family import Family, read_base, read_biases, read_heads, write_base, write_biases
-from forge_models.hf.layers import FULL, SLIDING, read_local_layers, read_window, write_local_layers
+from forge_models.hf.layers import FULL, SLIDING, ExpertNames, read_local_layers, read_window, write_local_layers
 from forge_models.hf.rope import TABLES, write_tables
 
 PERIOD = 6
@@ -27,6 +31,20 @@ FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 """Key of an entry of `per_layer_config` -> field of `DecoderConfig`."""
 EQUAL = "attention_k_eq_v"
 """Key that says whether global layers take their values from their keys, and have as many of both as `HEADS` says."""
+
+SPARSE, TOP_K, WIDTH_OF_EXPERTS = "enable_moe_block", "top_k_experts", "moe_intermediate_size"
+"""Keys of the experts beside the feed-forward layer of every block."""
+OTHERS = MappingProxyType(
+    {
+        "router.scale": "router.scale",
+        "router.expert_scale": "router.per_expert_scale",
+        "shared_norm.weight": "pre_feedforward_layernorm.weight",
+        "shared_post_norm.weight": "post_feedforward_layernorm_1.weight",
+        "experts_norm.weight": "pre_feedforward_layernorm_2.weight",
+        "experts_post_norm.weight": "post_feedforward_layernorm_2.weight",
+    }
+)
+"""Name of a parameter of experts -> its name in a layer."""
 
 
 class Gemma4(Family):
@@ -48,14 +66,18 @@ class Gemma4(Family):
         EQUAL: False,
         "hidden_size_per_layer_input": 256,
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
+        SPARSE: False,
+        "num_experts": None,
+        TOP_K: None,
+        WIDTH_OF_EXPERTS: None,
     }
     ignores: ClassVar = {
         "use_bidirectional_attention": (None, "vision"),  # of images only
         **dict.fromkeys(("vocab_size_per_layer_input", "use_double_wide_mlp"), ANY_VALUE),
-        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), ANY_VALUE),
+        **dict.fromkeys(("num_experts", TOP_K, WIDTH_OF_EXPERTS), ANY_VALUE),  # without `SPARSE`
     }
     parts: ClassVar = {**SANDWICH, "scalar": "layer_scalar"}
+    experts: ClassVar = ExpertNames(part="", router="router.proj", shared="mlp", fused=True, others=OTHERS)
 
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys, activation=ACTIVATION, theta=1e6, local_theta=10_000.0, proportion=0.25) | read_heads(keys)
@@ -66,14 +88,15 @@ class Gemma4(Family):
             fields |= {"head_dim": heads.pop("global_head_dim", fields["head_dim"])}
             fields |= {"kv_heads": heads.pop("global_kv_heads", fields["kv_heads"])}
         equal = "none" if not keys.boolean(EQUAL) else "global" if local else "all"
-        for key, value in {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}.items():
-            keys.only(key, value)
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+            keys.only(key, 0)
         attention = {**read_biases(keys), **local, **heads, "keys_as_values": equal, "qk_norm": "head", "v_norm": True}
         return fields | {
             "norm_placement": "sandwich",
             "mlp": GeGLU(),
             "embed_multiplier": fields["dim"] ** 0.5,
             "attention": keys.make(GQA, **attention, scale=1.0),
+            "moe": _experts(keys, fields) if keys.boolean(SPARSE) else None,
             "soft_cap": keys.number("final_logit_softcapping", optional=True) or None,
             "layer_scalar": True,
         }
@@ -89,7 +112,27 @@ class Gemma4(Family):
         written |= {TABLES: write_tables(decoder.rope), "final_logit_softcapping": decoder.soft_cap}
         written |= {WIDTH: getattr(attention, "global_head_dim", None) or decoder.shape.head_dim, HEADS: kv_heads}
         written[EQUAL] = getattr(attention, "keys_as_values", "none") != "none"
-        return written | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}
+        written |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, SPARSE: decoder.shape.moe is not None}
+        if (moe := decoder.shape.moe) is None:
+            return written
+        sizes = {"num_experts": moe.experts, TOP_K: moe.top_k, WIDTH_OF_EXPERTS: moe.ffn_dim}
+        return written | sizes | {"intermediate_size": moe.shared * moe.ffn_dim}
+
+
+def _experts(keys: Keys, fields: Mapping[str, Any]) -> MoEConfig | None:
+    """Reads the experts beside the feed-forward layer of every block, which is that of shared experts as wide as it."""
+    width, whole = keys.integer(WIDTH_OF_EXPERTS), fields["ffn_dim"]
+    if width and whole % width:
+        keys.fault("intermediate_size", f"{whole} is not a multiple of {WIDTH_OF_EXPERTS} {width}, which is not implemented")
+    return keys.make(
+        MoEConfig,
+        experts=keys.integer("num_experts"),
+        top_k=keys.integer(TOP_K),
+        ffn_dim=width,
+        shared=whole // width if width else 1,
+        branch_norms=True,
+        router=NormedTopKConfig(eps=fields["norm"].eps),
+    )
 
 
 def _local(keys: Keys) -> tuple[list[str], dict[str, Any]]:
