@@ -8,7 +8,7 @@ from forge_models.components.experts import MoEConfig, NormedTopKConfig, Sigmoid
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
-from forge_models.shape import Losses, Rope
+from forge_models.shape import Losses, Rope, Streams
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
 """All different, so that a dimension under a wrong name shows."""
@@ -134,6 +134,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scalars": {"layer_scalar": True},
     "keys_as_values": {"attention": GQA(keys_as_values="all", qkv_bias=True, output_gate=True), "rope": Rope(proportion=0.3)},
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},
+    "streams": {
+        "streams": Streams(count=3, sinkhorn=4),
+        "attention": GQA(window=4, global_every=2),
+        "norm_placement": "sandwich",
+        "residual_multiplier": 0.7,
+        "kv_heads": 2,
+    },
+    "streams_of_experts": {
+        "streams": Streams(count=2),
+        "attention_only": (1,),
+        "attention": IndexedMLA(**INDEXED),
+        "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, router=SoftmaxTopKConfig()),
+    },
+    "streams_of_recurrent_layers": {
+        "streams": Streams(),
+        "attention": Hybrid(recurrent=GDN(key_heads=3, value_heads=6, key_dim=7, value_dim=9, conv_width=3), full_every=2),
+        "tied_embeddings": True,
+        "learned_positions": True,
+    },
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "shared_key_heads": {
         "attention": Hybrid(

@@ -258,6 +258,7 @@ def test_layouts_say_the_same_and_train_the_same(recipe: Path, world: World, lay
         ([hooks(', held_out="other"')], "'other' is not a held-out set"),
         (["--parallel.cp=2"], "'attention' cannot be measured: parallel.cp = 2"),
         (["--parallel.pp=2"], "'lens' cannot be measured: parallel.pp = 2"),
+        (["--model.streams.count=2"], "'lens' reads one residual stream, but model.streams"),
         ([hooks(', statistics=["cca"]')], "statistics"),
     ],
 )

@@ -65,7 +65,7 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer")
+ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer", "streams")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion", "classification")

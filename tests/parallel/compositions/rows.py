@@ -20,7 +20,7 @@ from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.objectives import DPO, Classification, CrossEntropy, Distillation, MaskedDiffusion, MaskedLM
-from forge_models.shape import Losses
+from forge_models.shape import Losses, Streams
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Parameters
@@ -167,6 +167,8 @@ def decoder_of(row: frozenset[str]) -> Any:
         model = replace(model, attention=GQA(causal=False))
     if "indexer" in row:
         model = replace(model, attention=replace(INDEXED, keys="chosen" if row.isdisjoint(LOW) else "all"), kv_heads=None)
+    if "streams" in row:
+        model = replace(model, streams=Streams(count=3, sinkhorn=5))
     for feature in row & FUSIONS.keys():
         keys = {info.name: getattr(model, info.name) for info in fields_of(DecoderConfig)}
         time = FrameTimeConfig(features=4) if "frame_time" in row else None

@@ -13,7 +13,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import NormedTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
-from forge_models.shape import Losses, Rope
+from forge_models.shape import Losses, Rope, Streams
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
@@ -104,6 +104,8 @@ DECODERS = {
         rope=Rope(theta=500.0, local_theta=50.0, proportion=0.5),
         layer_scalar=True,
     ),
+    "streams": replace(DECODER, streams=Streams(count=3, sinkhorn=5)),
+    "streams of experts": replace(DECODER, streams=Streams(count=2), moe=EXPERTS, attention_only=(2,)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}
@@ -139,7 +141,7 @@ def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World
         world.run(measured, 4, case, "tp4", row)
 
 
-@pytest.mark.parametrize("model", ["experts with biases", "norms of branches"])
+@pytest.mark.parametrize("model", ["experts with biases", "norms of branches", "streams of experts"])
 def test_experts_on_other_ranks_equal_one_process(world: World, model: str) -> None:
     row = frozenset({"dp_shard", "ep_all_to_all"})
     case = replace(case_of(row), build=DECODERS[model].build)

@@ -10,7 +10,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig
 from forge_models.generation import GenerationError, Sampling, generate
-from forge_models.shape import Rope
+from forge_models.shape import Rope, Streams
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
@@ -33,6 +33,7 @@ HASHED = replace(
 )
 MODELS = {"tied": decoder_case(True), "windows": replace(decoder_case(), build=WINDOWS.build)}
 MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
+MODELS["streams"] = replace(decoder_case(), build=replace(WINDOWS, streams=Streams(count=3, sinkhorn=5)).build)
 
 
 def made(model: str, layout: str, schedule: str) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
@@ -52,9 +53,10 @@ CASES = [
     *((model, "pp2", "1f1b") for model in MODELS),
     *(("windows", "pp2", schedule) for schedule in ("interleaved", "zbv", "dualpipev")),
     *(("tied", layout, "1f1b") for layout in ("pp4", "pp2dp2", "pp2tp2", "pp2cp2", "hsdp2x1pp2")),
+    ("streams", "pp2tp2", "1f1b"),
     ("hashed", "pp2dp2ep2", "interleaved"),
 ]
-FAST = (("hashed", "pp2", "1f1b"), ("windows", "pp2", "zbv"), ("tied", "pp2tp2", "1f1b"))
+FAST = (("hashed", "pp2", "1f1b"), ("streams", "pp2", "1f1b"), ("windows", "pp2", "zbv"), ("tied", "pp2tp2", "1f1b"))
 
 
 @pytest.mark.parametrize(("model", "layout", "schedule"), fast(*FAST, of=CASES))

@@ -136,6 +136,7 @@ def test_every_transform_is_modeled_or_refused() -> None:
         ),
         (["--transforms.shard.offload=true"], "transforms.shard.offload = True has no modeled time"),
         (["--model.moe.experts=8", "--model.moe.capacity=1.25"], "model.moe.capacity drops tokens"),
+        (["--model.streams.count=2"], "model.streams mixes several residual streams"),
     ],
 )
 def test_settings_without_a_modeled_time(keys: list[str], told: str) -> None:

@@ -111,8 +111,11 @@ def unmodeled(job: Job) -> str:
                 return f"transforms.{name}.{key} = {getattr(transform, key)!r} has no modeled time; only its default has"
     if getattr(getattr(job.model, "moe", None), "capacity", None) is not None:
         return "model.moe.capacity drops tokens, and their number is not modeled"
-    if "indexer" in {use.name for use in features(job, Layout())}:
+    used = {use.name for use in features(job, Layout())}
+    if "indexer" in used:
         return "model.attention has an indexer, whose loss and whose choice of keys have no modeled time"
+    if "streams" in used:
+        return "model.streams mixes several residual streams, which has no modeled time"
     if job.train.stages or any(group.frozen for group in job.parameters.groups):
         return "some parameters are frozen, and the model of time counts gradients of all of them"
     return ""

@@ -121,6 +121,7 @@ class Specs:
         entry: paths of the modules that run before the first block; a pipeline keeps them on its first stage.
         exit: paths of the modules that run after the last block, including blocks inside of them; a pipeline keeps them on its
             last stage.
+        streams: number of residual streams, if hidden states between blocks are (B, T, streams, embed); None: (B, T, embed).
         mtp_depth: number of tokens beyond the next one that the model predicts in training, from `Batch.mtp_targets`.
         needs: optional arguments that the model's forward takes: `tokens`, which later pipeline stages then get along with
             hidden states; `document_starts` and `token_mask`, for all stages, if the batch has them.
@@ -149,6 +150,7 @@ class Specs:
     roles: Mapping[str, frozenset[str]] = field(default_factory=_no_roles)
     tp_plan: Mapping[str, str] | None = None
     base: frozenset[str] = frozenset()
+    streams: int | None = None
 
 
 BLOCK = 1 << 16

@@ -96,6 +96,9 @@ def taps(model: nn.Module) -> dict[str, TapInfo]:
         entry = known(name)
         own = ("batch", "sequence", *("" for _ in x.shape[2:]))  # of a plugin's block
         dims = own if entry is None else entry.dims
+        several = _has_streams(name, shape)
+        if several:
+            dims = (*STREAM[:2], "streams", STREAM[2])
         value = by_token(x, dims, 1)
         partial = ""
         if {"sequence", "tokens"}.isdisjoint(dims):
@@ -103,7 +106,7 @@ def taps(model: nn.Module) -> dict[str, TapInfo]:
         elif value.shape[1] != tokens.shape[1]:
             partial = "it has the tokens of one modality; `modality` says which those are"
         editable = entry is None or entry.editable
-        found[name] = TapInfo(name, alias_of(name), dims, tuple(value.shape[2:]), x.dtype, editable, partial)
+        found[name] = TapInfo(name, "" if several else alias_of(name), dims, tuple(value.shape[2:]), x.dtype, editable, partial)
 
     state = {
         name: torch.empty_like(value, device="meta") for name, value in chain(model.named_parameters(), model.named_buffers())
@@ -265,6 +268,11 @@ def known(name: str) -> Known | None:
     place, _, rest = _parts(name)
     table = (INSIDE if place else OUTSIDE) | WITH_IMAGES
     return table.get(rest, table.get(rest.partition(".")[2]) if place else None)
+
+
+def _has_streams(name: str, shape: Any) -> bool:
+    """Whether the value has all residual streams of a model with several."""
+    return getattr(shape, "streams", None) is not None and inside(name) in ("residual", "residual_mid", "residual_after")
 
 
 def alias_of(name: str) -> str:

@@ -19,6 +19,7 @@ from forge_models.blocks.lora import adapter_names
 from forge_models.blocks.moe.layer import observe_all
 from forge_models.blocks.positions import LearnedPositions
 from forge_models.blocks.rope import Rotary, Rotation
+from forge_models.blocks.streams import StreamWeights
 from forge_models.inner_values import scope, tap
 from forge_models.shape import DecoderShape
 
@@ -42,8 +43,8 @@ class Decoder(nn.Module):
     A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
     that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
 
-    `embed`, `positions`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own names): a
-    pipeline part is this module without the rest. The first part takes tokens, later ones hidden states.
+    `embed`, `positions`, `merge`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own
+    names): a pipeline part is this module without the rest. The first part takes tokens, later ones hidden states.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset()
@@ -70,6 +71,7 @@ class Decoder(nn.Module):
         if shape.learned_positions:
             self.positions = LearnedPositions(shape.max_length, shape.dim, shape.init_std)
         self.blocks = nn.ModuleDict({str(layer): block(shape, layer) for layer in range(shape.layers)})
+        self.merge: StreamWeights | None = None if shape.streams is None else StreamWeights(shape)
         self.norm: nn.Module | None = norm.build(shape.dim)
         self.head: Head | None = head
         self.mtp: MTPModules | None = MTPModules(shape, embed) if shape.mtp_depth else None
@@ -90,11 +92,12 @@ class Decoder(nn.Module):
         token_mask: Tensor | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
-        """Returns logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim). A classifier
-        has logits of labels (B, T, labels), of which those of the last token of a text count.
+        """Returns logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim), or
+        (B, T, streams, dim) with several residual streams. A classifier has logits of labels (B, T, labels), of which those of
+        the last token of a text count.
 
         Args:
-            x: (B, T) int64 tokens, or hidden states (B, T, dim) of the previous part.
+            x: (B, T) int64 tokens, or hidden states of the previous part.
             positions: (B, T) position of each token in its document; None: 0 .. T - 1, or the positions after those in the cache.
             documents: (B, T) document of each token, to which attention is limited; None: each row is one document. `PADDING`
                 marks a position without a token, which no expert processes.
@@ -124,6 +127,8 @@ class Decoder(nn.Module):
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
         with scope("", self):
+            if self.merge is not None:
+                x = self.merge(x)
             if self.norm is not None:
                 x = tap("norm", self.norm(x))
             if self.head is None:
@@ -168,6 +173,8 @@ class Decoder(nn.Module):
         x, shared = self.enter(x, tokens, documents, extras, cache)
         if self.positions is not None:
             x = self.positions(x, positions if positions.dim() == 2 else positions.unsqueeze(0))
+        if self.embed is not None and self.shape.streams is not None:
+            x = x.unsqueeze(2).expand(-1, -1, self.shape.streams.count, -1).contiguous()
         seen = documents
         if documents is None and token_mask is not None and not self.shape.causal:
             seen = token_mask.int() - 1  # tokens must not see the padding behind them
@@ -407,10 +414,11 @@ class Decoder(nn.Module):
             units=shape.units,
             ties=dict.fromkeys(copies, TABLE),
             entry=tuple(name for name in ("embed", "positions") if self._has(name)),
-            exit=tuple(name for name in ("norm", "head", "mtp") if self._has(name)),
+            exit=tuple(name for name in ("merge", "norm", "head", "mtp") if self._has(name)),
             whole_rows=shape.whole_rows,
             whole_stream=shape.whole_stream,
             mtp_depth=len(depths),
+            streams=None if shape.streams is None else shape.streams.count,
             needs=("tokens", "document_starts", "token_mask"),
             base=self._base(tensors),
         )

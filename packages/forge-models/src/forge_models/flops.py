@@ -14,6 +14,9 @@ Recomputation is not counted, and slots dropped because of capacity are not subt
 has a projection of two widths to one and a block, and runs the head once more. They are counted for every token, although the
 last k tokens of a row have no input for module k.
 
+Several residual streams (n of width D) have products of weights, which are in P, and products of each token's own numbers: a part
+of a block reads with n D multiply-adds and mixes with n^2 D, and the sum of the streams before the head has n D.
+
 Of an adapter and its frozen base, the base has no gradients of its weights: 4 instead of 6 FLOPs per weight and token, and the
 adapter's own weights have 6. The products of B A in DoRA, once for each forward, are not counted.
 
@@ -41,7 +44,7 @@ class Counts:
         embedding: weights of the token table (also the head's when tied), and of learned positions.
         attention: weights of all attention projections and their norms.
         mlp: weights of all feed-forward layers, including all experts and routers.
-        norms: weights of the norms of blocks and of the final norm.
+        norms: weights of the norms of blocks and of the final norm, and of what mixes residual streams.
         head: weights of the output projection; 0 when tied.
         matrix: weights in matrix products for one token, including the head even if tied.
         idle: weights of experts that a token is not sent to; 0 in a dense model.
@@ -51,6 +54,7 @@ class Counts:
         lora: weights of the adapters of a frozen base.
         lora_matrix: weights of adapters in matrix products for one token.
         tuned_matrix: of `matrix`, those that are trained beside adapters.
+        mixing: multiply-adds for one token between residual streams and numbers that are computed from them; 0 with one stream.
         widths: by window (None = global), heads * (width of a key + width of a value), summed over the layers with this window:
             the multiply-adds of one query with one key.
         causal: whether a token sees only earlier tokens.
@@ -70,6 +74,7 @@ class Counts:
     lora: int = 0
     lora_matrix: int = 0
     tuned_matrix: int = 0
+    mixing: int = 0
     causal: bool = True
 
     def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
@@ -96,9 +101,8 @@ class Counts:
     def forward(self, length: int, causal: bool = False) -> float:
         """Returns forward FLOPs per token in rows of `length` tokens, without MTP. If `causal`, counts the keys of a causal
         kernel, see the module docstring."""
-        return _products(
-            self.matrix + self.lora_matrix, self.widths, lambda window: _keys(length, window, causal and self.causal)
-        )
+        matrix = self.matrix + self.mixing + self.lora_matrix
+        return _products(matrix, self.widths, lambda window: _keys(length, window, causal and self.causal))
 
     def training(self, length: int, causal: bool = False) -> float:
         """Returns forward and backward FLOPs per token in rows of `length` tokens."""
@@ -109,7 +113,7 @@ class Counts:
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
         if self.lora:
             own -= _products(self.matrix - self.tuned_matrix, {}, keys) / 3  # no gradient of the base's weights
-        return 3 * (own + mtp + _products(self.lora_matrix, {}, keys))
+        return 3 * (own + mtp + _products(self.mixing + self.lora_matrix, {}, keys))
 
 
 def counts_of(model: Any) -> Counts | None:
@@ -135,6 +139,9 @@ def count_flops(shape: DecoderShape) -> Counts:
     """
     sizes, idle = _sizes(shape)
     products = _matrix_products(shape)
+    connections = sum(map(shape.connections, range(shape.layers)))
+    streams = 0 if shape.streams is None else shape.streams.count
+    products["blocks"] += (connections * (streams + 2) + bool(streams)) * streams**2 * shape.dim
     table = (shape.labels or shape.vocab_size) * shape.dim
     return Counts(
         embedding=sizes["embedding"],
@@ -148,6 +155,7 @@ def count_flops(shape: DecoderShape) -> Counts:
         mtp=sizes["mtp"],
         mtp_matrix=products["mtp"] + shape.mtp_depth * table,
         mtp_widths=_widths(shape, range(shape.layers, shape.blocks)),
+        mixing=(connections * (streams + 1) + bool(streams)) * streams * shape.dim,
         causal=shape.causal,
     )
 

@@ -180,6 +180,38 @@ class RouterContext:
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Several residual streams, which each part of a block mixes, instead of one (mHC; Xie et al., 2025; DeepSeek-V4).
+
+    A part reads a weighted sum of the streams and adds its output to each of them with another weight; a matrix, nearly doubly
+    stochastic, mixes the streams. All weights depend on the token. See `blocks.streams` for the formulas.
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    count: Annotated[int, Ge(2)] = 4
+    """Number of streams. The activations between blocks, and between stages of a pipeline, are as many times larger."""
+    sinkhorn: Annotated[int, Gt(0)] = 20
+    """Number of iterations that make the rows and columns of the mixing matrix sum to one."""
+    eps: Annotated[float, Gt(0)] = 1e-6
+    """Added to the weights of reading and of mixing, and to the sums by which the iterations divide."""
+    norm_eps: Annotated[float, Gt(0)] | None = None
+    """Added to the mean square of the streams from which weights are computed; the `eps` of the model's norm when absent."""
+
+    def resolved_norm_eps(self, norm: Component) -> float:
+        """Returns `norm_eps`, or the `eps` of a norm.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        eps = getattr(norm, "eps", None) if self.norm_eps is None else self.norm_eps
+        if eps is None:
+            raise ValueError(f"streams need norm_eps, because the norm {type(norm).__name__} has no eps; set streams.norm_eps")
+        return eps
+
+
 LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 """Losses whose value depends on how rows are assigned to ranks and micro-batches. All others are the same in every layout."""
 
@@ -267,6 +299,7 @@ class DecoderShape:
     labels: int = 0
     attention_only: tuple[int, ...] = ()
     layer_scalar: bool = False
+    streams: Streams | None = None
 
     @property
     def blocks(self) -> int:
@@ -361,6 +394,15 @@ class DecoderShape:
         }
         losses = None if self.moe is None else self.moe.losses
         return tuple(f"model.moe.losses.{name}, {why}" for name, why in reasons.items() if getattr(losses, name, 0))
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """Shape of the hidden states of one token between blocks: (dim,), or (count, dim) with several residual streams."""
+        return (self.dim,) if self.streams is None else (self.streams.count, self.dim)
+
+    def connections(self, layer: int) -> int:
+        """Returns the number of parts of block `layer` that mix residual streams."""
+        return 0 if self.streams is None else 1 + self.has_feed_forward(layer)
 
     @property
     def declares_matrices(self) -> bool:

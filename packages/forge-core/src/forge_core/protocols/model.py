@@ -586,7 +586,7 @@ class Transform(Protocol):
     def hidden_shape(self, shape: "tuple[int, ...]", context: Context) -> "tuple[int, ...]":
         """Returns the local shape of the hidden states between pipeline stages; `shape` is the one without this strategy.
 
-        The first strategy gets (B, T, embed) of the local batch.
+        The first strategy gets (B, T, embed) of the local batch, or (B, T, streams, embed) of a model with several streams.
         """
         return shape
 

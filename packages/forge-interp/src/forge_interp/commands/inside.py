@@ -220,6 +220,12 @@ def inside_can_be_measured(job: "Job", layout: Layout | None) -> Iterator[Fault]
             )
         cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
         why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
+        if "lens" in hook.statistics and getattr(getattr(job.model, "shape", None), "streams", None) is not None:
+            yield Fault(
+                f"hooks.{index}.statistics",
+                "'lens' reads one residual stream, but model.streams gives the model several",
+                hint="leave out 'lens'",
+            )
         for name, (axis, size) in cut.items():
             if name in hook.statistics and size > 1:
                 yield Fault(

@@ -23,7 +23,8 @@ class Look(NamedTuple):
     """Statistics by path of a block, such as `blocks.0`.
 
     Attributes:
-        streams: (tokens, dim) output stream of the block for the chosen tokens; the same on all ranks.
+        streams: (tokens, dim) output stream of the block for the chosen tokens, or (tokens, streams * dim) of several residual
+            streams; the same on all ranks.
         experts: (tokens, top_k) selected experts of the same tokens, if the block has a router.
         lens: mean loss of the model's head on the stream, in nats per token with a label.
         attention: (sum of entropies in nats, their number, largest score) of this rank's heads.
@@ -59,7 +60,7 @@ def look(
         step.evaluate([batch])
     found = {} if seen is None else {name: seen[name] for name in seen}
     return Look(
-        {_block(name): found[name] for name in streams},
+        {_block(name): found[name].flatten(1) for name in streams},
         {_block(name): found[name] for name in routers},
         _means(model, local.losses),
         local.attention,

@@ -40,6 +40,7 @@ def logit_lens(model: nn.Module, tokens: Tensor, positions: LensPositions = -1, 
 
 def _captured(model: nn.Module, tokens: Tensor, positions: LensPositions, token_mask: Tensor | None) -> list[Tensor]:
     """Returns the input stream of each block and the last stream at some positions, (B, n, dim) each."""
+    _refuse_streams(model)
     mask = mask_argument(tokens, token_mask)
     numbers = positions if isinstance(positions, Sequence) else [positions]
     for position in numbers if token_mask is not None and not isinstance(positions, str) else ():
@@ -51,6 +52,14 @@ def _captured(model: nn.Module, tokens: Tensor, positions: LensPositions, token_
     with capture(model, STREAMS, positions=positions) as seen:
         model(tokens, **mask)
     return list(seen.values())
+
+
+def _refuse_streams(model: Any) -> None:
+    if getattr(model.shape, "streams", None) is not None:
+        raise InterpError(
+            "a lens reads one residual stream, but the model has several (model.streams); capture 'blocks.*.residual', which has "
+            "all of them, and train a probe"
+        )
 
 
 @torch.no_grad()
@@ -102,6 +111,7 @@ def direct_logit_attribution(
     """
     decoder: Any = model
     shape = decoder.shape
+    _refuse_streams(model)
     if shape.soft_cap is not None:
         raise InterpError("a cap on logits is not linear, so a logit is not a sum over parts")
     if shape.layer_scalar:
@@ -228,6 +238,7 @@ def tuned_lens(
     Raises:
         InterpError: there are fewer than two inputs, or no steps.
     """
+    _refuse_streams(model)
     if len(inputs) < 2 or steps < 1:
         raise InterpError(f"a tuned lens needs at least 2 inputs and 1 step, not {len(inputs)} and {steps}")
     generator = torch.Generator().manual_seed(seed)

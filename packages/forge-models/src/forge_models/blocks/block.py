@@ -26,6 +26,7 @@ from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.blocks.rope import Rotation
+from forge_models.blocks.streams import StreamConnection, joined
 from forge_models.inner_values import tap
 from forge_models.shape import DecoderShape
 
@@ -38,6 +39,9 @@ class Block(nn.Module):
     With a `shared_norm` too, both parts read what one norm makes. Experts with `branch_norms` read the stream itself. A `sparse`
     block has experts instead of the feed-forward layer.
     `attention_only` blocks end behind the attention. With a `layer_scalar`, the sum is multiplied with the buffer `scalar`.
+
+    With several residual streams, `x` is (B, T, streams, dim), and connections (`forge_models.blocks.streams`) read the input of
+    each part from the streams and add its output to them, in place of x and +.
     """
 
     scalar: Tensor | None
@@ -68,6 +72,8 @@ class Block(nn.Module):
             self.mlp = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after and whole else None
         self.register_buffer("scalar", torch.full((1,), nan) if shape.layer_scalar else None)
+        self.attention_streams = StreamConnection(shape) if shape.streams is not None else None
+        self.mlp_streams = StreamConnection(shape) if shape.streams is not None and whole else None
 
     def forward(
         self,
@@ -82,7 +88,7 @@ class Block(nn.Module):
         both router statistics, which may be None, and those of the attention.
 
         Args:
-            x: residual stream.
+            x: residual stream, or streams (B, T, streams, dim).
             rotation: rotation of this layer.
             attention_mask: mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
@@ -90,7 +96,8 @@ class Block(nn.Module):
             tokens: (B, T) token ids, for routers that need them; used by sparse blocks only.
         """
         x = tap("residual", x)
-        normed = _normed(x, self.attention_norm)
+        read, weights = _read(x, self.attention_streams)
+        normed = _normed(read, self.attention_norm)
         arguments = (normed, rotation, attention_mask, cache)
         seen: tuple[Tensor | None, ...] = ()
         if self.indexed:
@@ -101,18 +108,19 @@ class Block(nn.Module):
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.mlp is None:
-            x = self._leave(x + added)
+            x = self._leave(_added(x, added, weights))
             return (x, None, *seen) if self.indexed else x
         if self.parallel:
             inner, x = normed if self.shares_norm else _normed(x, self.mlp_norm), x + added
         else:
-            x = tap("residual_mid", x + added)
-            inner = _normed(x, self.mlp_norm)
+            x = tap("residual_mid", _added(x, added, weights))
+            read, weights = _read(x, self.mlp_streams)
+            inner = _normed(read, self.mlp_norm)
         if not self.sparse:
-            x = self._end(x, self.mlp(inner))
+            x = self._end(x, self.mlp(inner), weights)
             return (x, None, *seen) if self.indexed else x
         inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)
-        return self._end(x, inner), router_stats, *seen
+        return self._end(x, inner, weights), router_stats, *seen
 
     def observe(self, router_stats: Tensor | None, attention_stats: Tensor | None = None) -> None:
         """Passes what a forward returned besides the residual stream to the modules whose statistics it is."""
@@ -123,9 +131,9 @@ class Block(nn.Module):
         if self.indexed:
             attention.observe(attention_stats)
 
-    def _end(self, x: Tensor, inner: Tensor) -> Tensor:
+    def _end(self, x: Tensor, inner: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm))
-        return self._leave(x + added)
+        return self._leave(_added(x, added, weights))
 
     def _leave(self, x: Tensor) -> Tensor:
         return tap("residual_after", x if self.scalar is None else x * self.scalar.to(x.dtype))
@@ -147,6 +155,18 @@ class Block(nn.Module):
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _read(x: Tensor, connection: nn.Module | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns the input of a part of the block, and the weights with which its output is added; none without connections."""
+    if connection is None:
+        return x, ()
+    read, *weights = connection(x)
+    return read, tuple(weights)
+
+
+def _added(x: Tensor, added: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    return joined(x, added, *weights) if weights else x + added
 
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")

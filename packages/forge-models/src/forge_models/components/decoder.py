@@ -13,7 +13,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
-from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,6 +99,8 @@ class DecoderConfig(Component):
     layer_scalar: bool = False
     """Whether the stream that leaves a block is multiplied with a number of the block, which is stored with the weights but not
     trained: 1 in a new model (Gemma 4)."""
+    streams: Annotated[Streams | None, Feature("streams", unless=None, plane="model")] = None
+    """Several residual streams that each part of a block mixes; one, to which parts are added, when absent."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -143,6 +145,7 @@ class DecoderConfig(Component):
             replace(small, learned_positions=True, attention=GQA(nope_every=1)),
             replace(small, attention_only=(0,)),
             replace(small, layer_scalar=True),
+            replace(small, streams=Streams(count=2, sinkhorn=3)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
             replace(small, labels=("a", "b", "c"), tied_embeddings=True),
@@ -161,6 +164,7 @@ class DecoderConfig(Component):
             source = "head_dim" if self.head_dim is not None else f"dim {self.dim} / heads {self.heads} = head_dim"
             raise ValueError(f"{source} {shape.head_dim} must be even, because rotary positions rotate pairs")
         self._check_norms(shape)
+        self._check_streams(shape)
         for part in (shape.attention, shape.mlp):
             check: Any = getattr(part, "check", None)
             if check is not None:
@@ -186,6 +190,19 @@ class DecoderConfig(Component):
             raise ValueError("shared_norm needs parallel_residual = true, where both parts of a block read the same stream")
         if any(shape.norm_placement_at(layer) == "post" for layer in range(self.layers)):
             raise ValueError("shared_norm needs norms before the parts of a block; set norm_placement = 'pre' or 'sandwich'")
+
+    def _check_streams(self, shape: DecoderShape) -> None:
+        if self.streams is None:
+            return
+        if self.parallel_residual:
+            raise ValueError(
+                "streams does not support parallel_residual, because each part of a block mixes the streams in turn; remove one"
+            )
+        if self.mtp is not None:
+            raise ValueError("streams does not support [model.mtp], whose modules read one residual stream; remove one")
+        if self.layer_scalar:
+            raise ValueError("streams does not support layer_scalar, a factor of one residual stream; remove one")
+        self.streams.resolved_norm_eps(shape.norm)
 
     def _check_lora(self, lora: LoRAConfig, shape: DecoderShape) -> None:
         if self.mtp is not None:
@@ -264,6 +281,7 @@ class DecoderConfig(Component):
             shared_norm=self.shared_norm,
             attention_only=self.attention_only,
             layer_scalar=self.layer_scalar,
+            streams=self.streams,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,

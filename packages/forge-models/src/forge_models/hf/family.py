@@ -130,6 +130,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "learned_positions", "soft_cap", "norm_placement")
     fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier", "labels")
     fields += ("layer_scalar",)
+    fields += ("streams",)
     result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
     result |= {"attention_only": tuple(sorted(set(decoder.attention_only)))}
     result |= meaning_of_experts(decoder)

@@ -324,7 +324,7 @@ class StagedModel(nn.Module):
                 if rank == self.rank:
                     dist.send(stream.contiguous(), group=self.group, group_dst=there)
                 elif there == self.rank:
-                    stream = self._room((*tokens.shape, self.shape.dim))
+                    stream = self._room((*tokens.shape, *self.shape.stream))
                     dist.recv(stream, group=self.group, group_src=rank)
         dist.broadcast(logits, group=self.group, group_src=self.placement[-1])
         return logits

@@ -277,7 +277,8 @@ class PipelineRunner:
         model = self._model
         if "embed" not in model.specs.units:
             raise PlanError("a pipeline needs the width of the hidden states; add it as specs().units['embed']")
-        shape = (*batch.tokens.shape, model.specs.units["embed"])
+        streams = () if model.specs.streams is None else (model.specs.streams,)
+        shape = (*batch.tokens.shape, *streams, model.specs.units["embed"])
         for transform in model.plan.transforms:
             shape = transform.hidden_shape(shape, model.contexts[0])
         return shape

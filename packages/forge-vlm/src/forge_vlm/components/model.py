@@ -111,6 +111,8 @@ class VLM(DecoderConfig):
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("model.name = 'vlm' does not support [model.mtp]; remove it")
+        if self.streams is not None:
+            raise ValueError("model.name = 'vlm' does not support [model.streams]; remove it")
         if not self.shape.causal:
             raise ValueError("model.name = 'vlm' does not support attention.causal = false; set it to true")
         if self.lora is not None:

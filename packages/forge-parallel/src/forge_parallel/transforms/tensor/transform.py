@@ -77,8 +77,8 @@ class TensorParallel(Component, Transform):
         tp = topology.layout.tp
         if tp == 1 or not self.sequence_parallel:
             return shape
-        batch, length, width = shape
-        return batch, chunk(length, tp, topology.coordinates["tp"])[1], width
+        batch, length, *width = shape
+        return batch, chunk(length, tp, topology.coordinates["tp"])[1], *width
 
     def whole_sequences(self, part: "nn.Module", on: bool) -> None:
         """Sets whether sequences are whole; without sequence parallelism they always are, and may have any length."""
