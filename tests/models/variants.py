@@ -4,7 +4,13 @@ from typing import Any
 
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
-from forge_models.components.experts import MoEConfig, NormedTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.experts import (
+    MoEConfig,
+    NormedTopKConfig,
+    SigmoidTopKConfig,
+    SoftmaxTopKConfig,
+    TopKSigmoidConfig,
+)
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
@@ -48,6 +54,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention": GQA(window=3, global_every=2, qk_norm="head"),
         "rope": Rope(theta=500.0, local_theta=50.0, scaling="linear", factor=4.0),
         "kv_heads": 2,
+    },
+    "chunks_and_unit_heads": {
+        "attention": GQA(
+            chunk=4,
+            global_every=3,
+            nope_every=3,
+            qk_norm="unit",
+            temperature=0.5,
+            temperature_length=3,
+            temperature_shift=1,
+            temperature_layers="nope",
+        ),
+        "kv_heads": 2,
+    },
+    "experts_with_weighted_inputs": {
+        "moe": MoEConfig(experts=4, top_k=2, shared=1, ffn_dim=24, router=TopKSigmoidConfig(), weigh_inputs=True),
     },
     "capped_scores": {"attention": GQA(soft_cap=2.0, window=4, global_layers=(1,), scale=0.4), "kv_heads": 2, "soft_cap": 5.0},
     "biases_and_full_qk_norm": {

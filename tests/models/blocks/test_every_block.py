@@ -15,7 +15,7 @@ from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS
 
 NO_BUFFERS = ("experts_hash", "experts_softmax_topk", "experts_with_a_gate_on_the_shared_one", "experts_with_biases_and_clamps")
-NO_BUFFERS += ("experts_normed_topk", "experts_with_norms_of_branches")
+NO_BUFFERS += ("experts_normed_topk", "experts_with_norms_of_branches", "experts_topk_sigmoid", "experts_with_weighted_inputs")
 LATENTS = ("mla", "query_latent", "latent_without_positions", "indexed_mla", "indexer_in_warm_up", "streams_of_experts")
 """Variants with experts whose routers are balanced by nothing."""
 every = pytest.mark.parametrize("name", VARIANTS)

@@ -21,6 +21,17 @@ SCALINGS = {
             "rope_theta": 500000.0,
         },
     ),
+    "llama3_without_ramp": (
+        Rope(theta=500000.0, scaling="llama3", factor=16.0, original_max_length=512, high_freq_factor=1.0),
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 512,
+            "rope_theta": 500000.0,
+        },
+    ),
     "yarn": (
         Rope(scaling="yarn", factor=16.0, original_max_length=64),
         {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
@@ -165,7 +176,7 @@ def test_gradients_with_an_attention_factor():
         ({"factor": 8.0}, "factor has no effect with scaling 'none'; it belongs to linear, dynamic, llama3, yarn"),
         ({"scaling": "linear", "factor": 8.0, "mscale": 1.0}, "mscale has no effect with scaling 'linear'; it belongs to yarn"),
         ({"scaling": "yarn", "factor": 8.0, "original_max_length": 8, "low_freq_factor": 2.0}, "belongs to llama3"),
-        ({"scaling": "llama3", "factor": 8.0, "original_max_length": 8, "low_freq_factor": 4.0}, "must be above"),
+        ({"scaling": "llama3", "factor": 8.0, "original_max_length": 8, "low_freq_factor": 5.0}, "must not be below"),
     ],
 )
 def test_rules_between_fields(fields, message):

@@ -29,6 +29,9 @@ def test_the_factor_is_that_of_transformers(strength: float, length: int) -> Non
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert Rotary(8, Rope())(positions).query_factor is None
+    shifted = Rotary(8, Rope(), Temperature(strength, length, 1))(positions - 1).query_factor
+    assert shifted is not None
+    torch.testing.assert_close(shifted, expected, rtol=1e-6, atol=0)
 
 
 @torch.no_grad()

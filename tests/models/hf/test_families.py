@@ -106,6 +106,21 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         | {"use_bias": False, "use_conv_bias": True, "mamba_proj_bias": False, "mlp_bias": False, "attention_bias": False}
         | {"sliding_window": None, "tie_word_embeddings": False, "residual_in_fp32": False, "num_logits_to_keep": 1},
     ),
+    # Keys of the text part of meta-llama/Llama-4-Scout-17B-16E; the number is that of transformers for them.
+    "llama4_text": (
+        107_769_861_120,
+        {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 48}
+        | {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16, "hidden_act": "silu"}
+        | {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "moe_layers": list(range(48)), "use_qk_norm": True}
+        | {"no_rope_layers": [1, 1, 1, 0] * 12, "attention_chunk_size": 8192, "attn_temperature_tuning": 4, "attn_scale": 0.1}
+        | {"floor_scale": 8192, "for_llm_compressor": False, "vocab_size": 202048, "max_position_embeddings": 262144}
+        | {"rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "rms_norm_eps": 1e-05}
+        | {
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 8192}
+        }
+        | {"attention_bias": False, "attention_dropout": 0.0, "output_router_logits": False, "tie_word_embeddings": False},
+    ),
     # Keys of moonshotai/Kimi-Linear-48B-A3B-Instruct; the number is that of transformers for them.
     "kimi_linear": (
         49_122_675_072,
@@ -156,9 +171,18 @@ PUBLISHED["deepseek_v32"] = (
 )
 
 
+# The text part of meta-llama/Llama-4-Maverick-17B-128E differs in these.
+MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "moe_layers": list(range(1, 48, 2)), "use_qk_norm": False}
+PUBLISHED["llama4_text-maverick"] = (
+    400_711_848_960,
+    PUBLISHED["llama4_text"][1] | MAVERICK | {"no_rope_layers": [], "rope_scaling": None, "max_position_embeddings": 1048576},
+)
+
+
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published_configurations_give_the_published_sizes(kind: str) -> None:
     parameters, keys = PUBLISHED[kind]
+    kind = kind.partition("-")[0]
     decoder = decoder_of(FAMILIES[kind], {"model_type": kind, **keys}, "here")
     assert sum(prod(shape) for shape in shapes_of(decoder).values()) == parameters
     assert misfits(FAMILIES[kind], decoder) == []
@@ -307,6 +331,24 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("gemma4_text", "sliding_window", None),
         ("gemma4_text", "attn_logit_softcapping", 5.0),
         ("gemma4_text", "query_pre_attn_scalar", 24),
+        ("llama4_text", "attention_chunk_size", None),
+        ("llama4_text", "attention_chunk_size", 0),
+        ("llama4_text", "layer_types", ["chunked_attention"] * 3),
+        ("llama4_text", "layer_types", ["sliding_attention"] * 4),
+        ("llama4_text", "no_rope_layers", [1, 1]),
+        ("llama4_text", "no_rope_layer_interval", 0),
+        ("llama4_text", "moe_layers", [0, 1, 3]),
+        ("llama4_text", "moe_layers", [4]),
+        ("llama4_text", "moe_layers", 2),
+        ("llama4_text", "interleave_moe_layer_step", 0),
+        ("llama4_text", "attn_temperature_tuning", 3),
+        ("llama4_text", "floor_scale", 0),
+        ("llama4_text", "attn_scale", -0.1),
+        ("llama4_text", "hidden_act", "gelu"),
+        ("llama4_text", "router_jitter_noise", 0.1),
+        ("llama4_text", "for_llm_compressor", True),
+        ("llama4_text", "sliding_window", 6),
+        ("llama4_text", "num_experts_per_tok", 0),
         ("glm4_moe", "topk_group", 9),
         ("glm4_moe", "n_routed_experts", 0),
         ("glm4_moe", "scoring_func", "softmax"),

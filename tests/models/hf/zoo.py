@@ -95,6 +95,17 @@ KIMI_LINEAR: dict[str, Any] = {
     "v_head_dim": 7,
 }
 
+LLAMA4: dict[str, Any] = {
+    "head_dim": 12,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 44,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 3,
+    "attn_scale": 0.7,
+}
+
 QWEN2_MOE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -298,6 +309,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "kimi_linear",
         KIMI_LINEAR | {"layer_types": ["full_attention"] * 4, "mlp_layer_types": ["dense"] * 4},
     ),
+    "llama4_text": ("llama4_text", LLAMA4),
+    "llama4_text-two-choices-biases-tied-llama3": (
+        "llama4_text",
+        LLAMA4
+        | {"num_experts_per_tok": 2, "moe_layers": [1, 2, 3], "attention_bias": True, "tie_word_embeddings": True}
+        | {"no_rope_layers": [1, 0, 0, 1], "layer_types": ["full_attention", "chunked_attention"] * 2, "rms_norm_eps": 1e-2}
+        | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16}, "rope_theta": 700.0},
+    ),
+    "llama4_text-dense-without-norms-temperature-and-chunks-yarn": (
+        "llama4_text",
+        LLAMA4
+        | {"moe_layers": [], "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layer_interval": 2}
+        | {"layer_types": ["full_attention"] * 4, "rope_scaling": YARN, "rope_theta": 700.0},
+    ),
+    "llama4_text-normed-yarn": ("llama4_text", LLAMA4 | {"rope_scaling": YARN, "interleave_moe_layer_step": 1}),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (
         "gemma3_text",

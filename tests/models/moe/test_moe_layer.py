@@ -10,7 +10,14 @@ from forge_models.blocks.moe.dispatch import limited
 from forge_models.blocks.moe.experts import Experts, unfit
 from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import HashConfig, MoEConfig, NormedTopKConfig, SigmoidTopKConfig, SoftmaxTopKConfig
+from forge_models.components.experts import (
+    HashConfig,
+    MoEConfig,
+    NormedTopKConfig,
+    SigmoidTopKConfig,
+    SoftmaxTopKConfig,
+    TopKSigmoidConfig,
+)
 from forge_models.components.layers import GELU, GeGLU, ReLU2, SwiGLU
 from forge_models.shape import Losses
 from models.conftest import fill
@@ -90,6 +97,39 @@ def test_equals_a_loop_over_tokens_with_gradients(name, mlp):
     for one, two in zip(mine, other, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
     assert float(counted[:8].sum()) == 21 * 3
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("router", [TopKSigmoidConfig(), SoftmaxTopKConfig()], ids=lambda router: type(router).__name__)
+def test_weights_of_inputs_equal_a_loop_over_tokens_with_gradients(router, top_k):
+    part = layer(MoEConfig(experts=6, top_k=top_k, shared=1, ffn_dim=8, router=router, weigh_inputs=True))
+    x, tokens = inputs()
+    masked = torch.arange(7) < torch.tensor([[7], [5], [0]])
+    flat, chosen = x.flatten(0, 1), part.router(x.flatten(0, 1), None)
+    experts, rows = part.experts, []
+    for t, token in enumerate(flat):
+        total = part.shared(token)
+        for weight, e in zip(chosen.weights[t], chosen.experts[t].tolist(), strict=True):
+            matrices = experts.gate_proj[e], experts.up_proj[e], experts.down_proj[e]
+            total = total + feed_forward(weight * token, *matrices, SwiGLU()) * masked.flatten()[t]
+        rows.append(total)
+    theirs, (ours, counted) = torch.stack(rows).view_as(x), part(x, masked, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    leaves, slope = [x, *part.parameters()], torch.randn(ours.shape, dtype=torch.float64)
+    mine, other = (torch.autograd.grad((y * slope).sum(), leaves) for y in (ours, theirs))
+    for one, two in zip(mine, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+    assert float(counted[:6].sum()) == 12 * top_k
+
+
+def test_the_sigmoid_of_the_largest_logits_weighs():
+    """Also of logits whose sigmoids are equal."""
+    part = layer(MoEConfig(experts=8, top_k=2, router=TopKSigmoidConfig()))
+    flat = 200 * inputs()[0].flatten(0, 1)
+    logits = (flat @ part.router.weight.T).detach()
+    routing = part.router(flat, None)
+    assert torch.equal(routing.experts, logits.topk(2).indices)
+    torch.testing.assert_close(routing.weights, logits.sort(descending=True).values[:, :2].sigmoid())
 
 
 def test_two_shared_experts_are_two():

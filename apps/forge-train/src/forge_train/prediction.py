@@ -57,6 +57,7 @@ class ModeledRecipe:
     def work(self) -> ModelWork:
         """What a step computes."""
         from forge_models.flops import counts_of
+        from forge_models.shape import Chunk
 
         job = self.job
         counts = counts_of(job.model)
@@ -72,7 +73,10 @@ class ModeledRecipe:
         shape: Any = job.model.shape  # type: ignore[attr-defined]  # models that declare counts have a shape
         widths = zip(range(shape.blocks), shape.windows(), strict=True)
         causal = shape.causal
-        scores = [Scores(shape.attention.score_width(shape.context(index)), window, causal) for index, window in widths]
+        scores = [
+            Scores(shape.attention.score_width(shape.context(index)), window, causal, isinstance(window, Chunk))
+            for index, window in widths
+        ]
         return work_of(self.blueprint, scores, shape.moe.top_k if shape.moe is not None else 1)
 
     def predict(

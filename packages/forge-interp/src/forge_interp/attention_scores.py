@@ -209,6 +209,8 @@ def rule_of(model: nn.Module, layer: int) -> ScoreRule:
             f"blocks.{layer}.attention: its core is {type(core).__name__}; scores can be recomputed for LocalAttention "
             "only, which computes softmax(q k^T * scale) over whole rows in one process"
         )
+    if getattr(attention, "chunk", None) is not None:
+        raise InterpError(f"blocks.{layer}.attention has chunks (attention.chunk), whose scores cannot be recomputed")
     if not isinstance(getattr(attention, "scale", None), float):
         raise InterpError(f"blocks.{layer}.attention has no `scale`, so its scores cannot be recomputed")
     sinks = getattr(attention, "sinks", None)

@@ -11,6 +11,7 @@ from forge_core.batch import IGNORE, PADDING, MTPTargets
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
+from forge_models.blocks.attention_chunks import chunk_numbers, chunk_of
 from forge_models.blocks.block import Block, MTPModules
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
@@ -35,10 +36,11 @@ COMPUTING = (".router.bias", ".scalar")
 class Decoder(nn.Module):
     """A decoder of a given shape.
 
-    A block's attention is called with (x, rotation, attention_mask, cache). The decoder reads four optional attributes of it:
+    A block's attention is called with (x, rotation, attention_mask, cache). The decoder reads five optional attributes of it:
     `core` (an `AttentionCore` or `RecurrentCore`, the seam where strategies enter; it prepares `attention_mask`, which is None
-    without a core), `window` (passed to the core; None by default), `mask_key` (layers with an equal one share what the core
-    prepares; the window by default) and `rotary` (its rotary embedding; by default that of the model over the whole head).
+    without a core), `window` (passed to the core; None by default), `chunk` (None by default; otherwise the core is told that
+    documents end at the borders of chunks), `mask_key` (layers with an equal one share what the core prepares; the window by
+    default) and `rotary` (its rotary embedding; by default that of the model over the whole head).
 
     A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
     that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
@@ -178,7 +180,7 @@ class Decoder(nn.Module):
         seen = documents
         if documents is None and token_mask is not None and not self.shape.causal:
             seen = token_mask.int() - 1  # tokens must not see the padding behind them
-        masks = self._attention_masks(blocks, seen, starts, length, x, cache)
+        masks = self._attention_masks(blocks, seen, starts, length, x, cache, positions)
         shared = {"token_mask": token_mask, "tokens": tokens, "documents": documents, **shared}
         return self._run_blocks(x, rotations, masks, cache, shared), rotations, masks
 
@@ -303,22 +305,28 @@ class Decoder(nn.Module):
         length: int,
         x: Tensor,
         cache: KVCache | None,
+        positions: Tensor | None = None,
     ) -> dict[Any, Any]:
-        """Returns, by window or other key, what attention cores share for this batch; prepared once and used by every layer."""
+        """Returns, by window or other key, what attention cores share for this batch; prepared once and used by every layer.
+        Without `positions`, layers with chunks need a cache."""
         masks: dict[Any, Any] = {}
         for block in blocks:
-            window, key = getattr(_attention(block), "window", None), _mask_key(block)
+            window, key, chunk = getattr(_attention(block), "window", None), _mask_key(block), chunk_of(_attention(block))
             if key in masks:
                 continue
             core = getattr(_attention(block), "core", None)
             if core is None:
                 continue
+            within, known = documents, starts
+            if chunk is not None and chunk < self.shape.max_length and cache is None:
+                assert positions is not None
+                within, known = chunk_numbers(documents, positions, chunk, self.shape.max_length, x.shape[0]), None
             if cache is None and hasattr(core, "prepare_packed"):
-                masks[key] = core.prepare_packed(documents, starts, length, window, x)
+                masks[key] = core.prepare_packed(within, known, length, window, x)
             elif cache is None:
-                masks[key] = core.prepare(documents, length, window, x.device)
+                masks[key] = core.prepare(within, length, window, x.device)
             elif hasattr(core, "prepare_cached"):
-                masks[key] = core.prepare_cached(cache.slots, cache.extent, window)
+                masks[key] = core.prepare_cached(cache.slots, cache.extent, window if chunk is None else chunk)
             else:
                 raise ValueError(f"attention core {type(core).__name__} does not support a cache; generate without one")
         return masks

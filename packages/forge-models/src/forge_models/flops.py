@@ -7,9 +7,9 @@ rotation, softmax and embedding look-ups do not). The FLOPs per token are
 
 with P the number of weights in matrix products for one token (always with the head, never with the embedding table; a tied table
 counts once, as head; no biases; of experts, the `top_k` that a token is sent to, the shared ones and the router) and T' the
-number of keys per query. T' is T, or the window or the number of chosen keys if that is smaller, for the full square that most
-tables count ("PaLM" convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a bidirectional
-one T. An indexer scores all T keys for the chosen ones.
+number of keys per query. T' is T, or the window, the chunk or the number of chosen keys if that is smaller, for the full square
+that most tables count ("PaLM" convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a
+bidirectional one T. An indexer scores all T keys for the chosen ones.
 Recomputation is not counted, and slots dropped because of capacity are not subtracted. MTP modules count in training only: each
 has a projection of two widths to one and a block, and runs the head once more. They are counted for every token, although the
 last k tokens of a row have no input for module k.
@@ -30,7 +30,7 @@ from math import prod
 from typing import Any
 
 from forge_core.batch import Batch
-from forge_models.shape import DecoderShape, RouterContext
+from forge_models.shape import Chunk, DecoderShape, RouterContext
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """Formula to print with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
@@ -236,6 +236,10 @@ def _products(matrix: int, widths: Mapping[int | None, int], keys: Callable[[int
 
 
 def _keys(length: int, window: int | None, causal: bool) -> float:
-    """Returns the average number of keys per query in a row; position t of a causal kernel has min(t, window) keys."""
+    """Returns the average number of keys per query in a row; position t of a causal kernel has min(t, window) keys, and in a
+    chunk those of the chunk."""
     seen = length if window is None else min(window, length)
+    if causal and isinstance(window, Chunk):
+        full, rest = divmod(length, window)
+        return (full * window * (window + 1) + rest * (rest + 1)) / (2 * length)
     return seen - seen * (seen - 1) / (2 * length) if causal else seen

@@ -31,6 +31,7 @@ PARTS = {
         "normed_topk": "forge_models.components.experts:NormedTopKConfig",
         "sigmoid_topk": "forge_models.components.experts:SigmoidTopKConfig",
         "softmax_topk": "forge_models.components.experts:SoftmaxTopKConfig",
+        "topk_sigmoid": "forge_models.components.experts:TopKSigmoidConfig",
     },
     "forge.checks": {
         "adapters_fit": "forge_models.checks:adapters_fit",

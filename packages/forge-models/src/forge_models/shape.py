@@ -15,6 +15,10 @@ AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
 
 
+class Chunk(int):
+    """Number of positions of a chunk, in the place of a window: a position attends to earlier positions of its own chunk."""
+
+
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
 ROPE_SCALINGS_OF: Mapping[str, tuple[RopeScaling, ...]] = MappingProxyType(
@@ -80,8 +84,8 @@ class Rope:
             raise ValueError(f"scaling {self.scaling!r} needs original_max_length, the tokens of a sequence before stretching")
         if self.proportion != 1 and self.scaling not in ("none", "linear"):
             raise ValueError(f"proportion {self.proportion} does not support scaling {self.scaling!r}; use 'linear' or 'none'")
-        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}")
+        if self.scaling == "llama3" and self.low_freq_factor > self.high_freq_factor:
+            raise ValueError(f"high_freq_factor {self.high_freq_factor} must not be below low_freq_factor {self.low_freq_factor}")
         for item in fields(self):
             readers = ROPE_SCALINGS_OF.get(item.name, (self.scaling,))
             if self.scaling not in readers and getattr(self, item.name) != item.default:
@@ -251,6 +255,7 @@ class MoEShape:
     top_k: int
     shared: int
     shared_gate: bool
+    weigh_inputs: bool
     every: int
     first_dense: int
     ffn_dim: int

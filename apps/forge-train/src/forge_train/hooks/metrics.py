@@ -255,12 +255,14 @@ def of_device(here: "torch.device", precision: str) -> float | None:
 
 
 def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: bool = True) -> float:
-    """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window, or without
-    `causal` all tokens in its document.
+    """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window or chunk, or
+    without `causal` all tokens in its document.
 
     Without `positions`, each row is one document.
     """
     import torch
+
+    from forge_models.shape import Chunk
 
     total, queries = 0, 0
     for batch in batches:
@@ -278,6 +280,8 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: 
             reached = batch.positions + 1
         if batch.real is not None:
             reached = reached[batch.real]
+        if isinstance(window, Chunk):
+            reached = (reached - 1) % window + 1
         total += int((reached if window is None else reached.clamp(max=window)).sum())
         queries += reached.numel()
     return total / max(queries, 1)

@@ -20,12 +20,13 @@ from torch.nn.attention import SDPBackend
 from forge_core.protocols.model import AttentionCore, PositionedTokens
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models import accelerator
+from forge_models.blocks.attention_chunks import CHUNK
 from forge_models.blocks.cache import LayerCache
-from forge_models.blocks.layers import Linear, linear_specs, unfilled
+from forge_models.blocks.layers import Linear, linear_specs, unfilled, unit_rms
 from forge_models.blocks.rope import Rotary, Rotation, Temperature, rotate
 from forge_models.flex_limits import takes_flex
 from forge_models.inner_values import tap
-from forge_models.shape import AttentionKernel, BlockContext
+from forge_models.shape import AttentionKernel, BlockContext, Chunk
 
 NARROWEST_OF_FLEX = 16
 """Width of heads from which flex attention has a kernel on a GPU."""
@@ -117,9 +118,13 @@ class LocalAttention:
         return takes_flex(self.kind, queries, keys, compiled, self.capped and torch.is_grad_enabled())
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
-        """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
-        distance = slots[:, :, None] - torch.arange(extent, device=slots.device)
-        return visible(distance, window).unsqueeze(1)
+        """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache;
+        `window` may be a `Chunk`."""
+        keys = torch.arange(extent, device=slots.device)
+        seen = visible(slots[:, :, None] - keys, None if isinstance(window, Chunk) else window)
+        if isinstance(window, Chunk):
+            seen &= slots[:, :, None] // window == keys // window
+        return seen.unsqueeze(1)
 
     def __call__(
         self,
@@ -371,8 +376,9 @@ class Attention(nn.Module):
     logit of each head enters the softmax and is dropped. With a `temperature`, a factor on queries grows with their
     position.
 
-    Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `rotary`
-    the position embedding of this layer, which is unused if it does not rotate.
+    Parallel strategies replace `core`. `window` is the number of positions that one position attends to (None = all), `chunk`
+    that of a chunk outside of which it sees nothing, `rotary` the position embedding of this layer, which is unused if it does
+    not rotate.
     """
 
     treats_blocks_alike: ClassVar[bool] = True
@@ -383,7 +389,7 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm: Literal["none", "head", "full"] = "none",
+        qk_norm: Literal["none", "head", "full", "unit"] = "none",
         scale: float | None = None,
         soft_cap: float | None = None,
         window: int | None = None,
@@ -403,7 +409,10 @@ class Attention(nn.Module):
         self.core: AttentionCore = LocalAttention(
             core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks, causal=causal
         )
-        self.window = window
+        self.chunk = int(window) if isinstance(window, Chunk) else None
+        self.window = None if self.chunk is not None else window
+        if self.chunk is not None:
+            self.mask_key = (CHUNK, self.chunk)
         rope = context.rope.of_layer(window is not None)
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), rope, temperature)
         self.scale = scale or 1 / sqrt(context.head_dim)
@@ -414,7 +423,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads, context.dim, output_bias)
         self.sinks = unfilled(context.heads) if sinks else None
         norm: Any = context.norm
-        widths = {"none": None, "head": (context.head_dim, context.head_dim), "full": (heads, kv_heads)}[qk_norm]
+        widths = {"head": (context.head_dim, context.head_dim), "full": (heads, kv_heads)}.get(qk_norm)
         self.q_norm: nn.Module | None = norm.build(widths[0]) if widths else None
         self.k_norm: nn.Module | None = norm.build(widths[1]) if widths else None
 
@@ -449,6 +458,9 @@ class Attention(nn.Module):
         and gate (B, heads, T, head_dim) -> (B, T, heads * head_dim)."""
         if self.rotates:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.rotates and self.qk_norm == "unit":
+            norm: Any = self.context.norm
+            q, k = unit_rms(q, norm.eps), unit_rms(k, norm.eps)
         if rotation.query_factor is not None:
             q = (q * rotation.query_factor).to(q.dtype)
         q, k = tap("attention.q", q), tap("attention.k", k)

@@ -21,14 +21,15 @@ class Rotation(NamedTuple):
 
 
 class Temperature(NamedTuple):
-    """A factor on queries that grows with their position p: 1 + strength * ln(1 + floor(p / length))."""
+    """A factor on queries that grows with their position p: 1 + strength * ln(1 + floor((p + shift) / length))."""
 
     strength: float
     length: int
+    shift: int = 0
 
     def factor(self, positions: Tensor) -> Tensor:
         """(...) integer positions -> (...) fp32."""
-        return 1 + self.strength * (positions.to(torch.float32) / self.length).floor().log1p()
+        return 1 + self.strength * ((positions + self.shift).to(torch.float32) / self.length).floor().log1p()
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
     # Keep the order of operations: a difference of one bit in a frequency is 1e-4 radians at position 1000.
     if rope.scaling == "llama3":
         turns = rope.original_max_length / (2 * pi / plain)
-        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        ramp = rope.high_freq_factor - rope.low_freq_factor
+        over = turns - rope.low_freq_factor
+        keep = (over / ramp).clamp(0, 1) if ramp else (over >= 0).to(over.dtype)
         return (1 - keep) * plain / rope.factor + keep * plain
     first, last = (_dimension(rope, width, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component
 from forge_core.specs import Matrix
-from forge_models.shape import AttentionKernel, BlockContext
+from forge_models.shape import AttentionKernel, BlockContext, Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,14 +35,19 @@ class GQA(Component):
     """Whether the projections to q, k and v have biases."""
     output_bias: bool = False
     """Whether the output projection has a bias."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalizes q and k with the model's norm before the rotation: each head, or the full projection."""
+    qk_norm: Literal["none", "head", "full", "unit"] = "none"
+    """Normalizes q and k with the model's norm before the rotation: each head, or the full projection. `unit` divides each head
+    after the rotation by its root mean square, with the `eps` of the model's norm and without weights, in layers with rotary
+    positions (Llama 4)."""
     scale: Annotated[float, Gt(0)] | None = None
     """Multiplies the scores; 1 / sqrt(head_dim) when absent."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Scores become soft_cap * tanh(scores / soft_cap) before the mask; no cap when absent."""
     window: Annotated[int, Gt(0)] | None = None
     """Number of positions that a position of a local layer attends to, including itself; no layer is local when absent."""
+    chunk: Annotated[int, Gt(0)] | None = None
+    """Instead of a window: number of positions of a chunk. A position of a local layer attends to earlier positions of its chunk;
+    chunks are counted from the start of each document (Llama 4)."""
     global_every: Annotated[int, Gt(0)] | None = None
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -70,6 +75,10 @@ class GQA(Component):
     attention stays sharp over long documents (Nakanishi, 2025; Ministral 3); 1 when absent."""
     temperature_length: Annotated[int, Gt(0)] | None = None
     """Number of first positions whose factor is 1; needed by `temperature`."""
+    temperature_shift: Annotated[int, Ge(0)] = 0
+    """Number that is added to p in this factor (Llama 4: 1)."""
+    temperature_layers: Literal["all", "nope"] = "all"
+    """Layers with this factor: all, or those without rotary positions (Llama 4)."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -78,14 +87,20 @@ class GQA(Component):
             raise ValueError("nope_every and nope_layers exclude each other; set one")
         if self.global_every is not None and self.global_layers is not None:
             raise ValueError("global_every and global_layers exclude each other; set one")
-        if self.window is None and (self.global_every is not None or self.global_layers is not None):
-            raise ValueError("global_every and global_layers need a window; without one every layer is global")
+        if self.window is not None and self.chunk is not None:
+            raise ValueError("window and chunk exclude each other; set one")
+        if self.window is None and self.chunk is None and (self.global_every is not None or self.global_layers is not None):
+            raise ValueError("global_every and global_layers need a window or a chunk; without one every layer is global")
         if self.window is None and (self.global_head_dim is not None or self.global_kv_heads is not None):
             raise ValueError("global_head_dim and global_kv_heads need a window; without one set head_dim and kv_heads")
         if self.window is None and self.keys_as_values == "global":
             raise ValueError("keys_as_values = 'global' needs a window; without one every layer is global: set 'all'")
         if (self.temperature is None) != (self.temperature_length is None):
             raise ValueError("temperature and temperature_length need each other; set both, or neither")
+        if self.temperature is None and (self.temperature_shift or self.temperature_layers != "all"):
+            raise ValueError("temperature_shift and temperature_layers need a temperature; set one, or remove them")
+        if not self.causal and self.chunk is not None:
+            raise ValueError("causal = false does not support a chunk; remove chunk, or set causal = true")
         if not self.causal and self.window is not None:
             raise ValueError("causal = false does not support a window; remove window, or set causal = true")
         if self.core == "varlen" and self.soft_cap is not None:
@@ -112,6 +127,8 @@ class GQA(Component):
             cls(temperature=0.5, temperature_length=3),
             cls(window=3, global_layers=(0,), global_head_dim=10, global_kv_heads=1, v_norm=True, keys_as_values="global"),
             cls(keys_as_values="all", qk_norm="head"),
+            cls(chunk=3, global_every=2, nope_every=2, qk_norm="unit"),
+            cls(nope_every=2, temperature=0.5, temperature_length=3, temperature_shift=1, temperature_layers="nope"),
             cls(causal=False),
         )
 
@@ -124,8 +141,10 @@ class GQA(Component):
         for name in ("global_layers", "nope_layers"):
             if wrong := [layer for layer in getattr(self, name) or () if layer >= context.layers]:
                 raise ValueError(f"{name} {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
-        if context.rope.local_theta is not None and self.window is None:
-            raise ValueError("rope.local_theta needs local layers; set attention.window")
+        if context.rope.local_theta is not None and self.window is None and self.chunk is None:
+            raise ValueError("rope.local_theta needs local layers; set attention.window or attention.chunk")
+        if self.qk_norm == "unit" and not hasattr(context.norm, "eps"):
+            raise ValueError(f"qk_norm 'unit' needs a norm with eps, and {type(context.norm).__name__} has no eps; use 'head'")
         for name in ("global_head_dim", "global_kv_heads"):
             if getattr(self, name) is not None and not any(self._is_global(layer) for layer in range(context.layers)):
                 raise ValueError(f"{name} needs global layers; set global_every or global_layers, or remove it")
@@ -142,10 +161,10 @@ class GQA(Component):
                 raise ValueError(f"rope.proportion {context.rope.proportion} of {turning // 2} pairs of {name} is none; raise it")
 
     def window_at(self, layer: int) -> int | None:
-        """Returns the window of layer `layer`; None if the layer is global."""
+        """Returns the window of layer `layer`, or its `Chunk`; None if the layer is global."""
         listed = self.global_layers is not None and layer in self.global_layers
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
-        return None if listed or counted else self.window
+        return None if listed or counted else self.window if self.chunk is None else Chunk(self.chunk)
 
     def _is_global(self, layer: int) -> bool:
         return self.window is not None and self.window_at(layer) is None
@@ -193,7 +212,10 @@ class GQA(Component):
         from forge_models.blocks.attention import Attention
         from forge_models.blocks.rope import Temperature
 
-        warm = self.temperature is not None and self.temperature_length is not None
+        rotates = self.rotates_at(context.layer)
+        temperature = None
+        if self.temperature is not None and not (rotates and self.temperature_layers == "nope"):
+            temperature = Temperature(self.temperature, self.temperature_length or 1, self.temperature_shift)
         build: Any = Attention
         if self.v_norm or self.keys_as_values != "none":
             from forge_models.blocks.reuse import ReusingAttention
@@ -208,10 +230,10 @@ class GQA(Component):
             scale=self.scale,
             soft_cap=self.soft_cap,
             window=self.window_at(context.layer),
-            rotates=self.rotates_at(context.layer),
+            rotates=rotates,
             output_gate=self.output_gate,
             sinks=self.sinks,
-            temperature=Temperature(self.temperature, self.temperature_length) if warm else None,  # type: ignore[arg-type]
+            temperature=temperature,
             causal=self.causal,
             core=self.core,
         )

@@ -135,6 +135,21 @@ class SigmoidTopKConfig(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopKSigmoidConfig(Component):
+    """Takes the top_k of W x, each weighted by the sigmoid of its own logit (Llama 4). Weights have no fixed sum."""
+
+    key_class: ClassVar = IDENTITY
+    implementation: ClassVar[str] = "forge_models.blocks.moe.routers:TopKSigmoid"
+
+    learned: ClassVar[bool] = True
+    total: ClassVar[float | None] = None
+
+    def matrices(self, context: RouterContext) -> dict[str, Matrix]:
+        """Returns the linear layers by name."""
+        return _matrices(context)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HashConfig(Component):
     """Fixed choice by token id; each of the top_k experts has weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
 
@@ -172,6 +187,8 @@ class MoEConfig:
     branch_norms: bool = False
     """Whether shared and chosen experts each have a norm before them and one behind, and the router reads the stream itself
     (Gemma 4). There is then no other norm before the layer; needs shared experts."""
+    weigh_inputs: bool = False
+    """Whether the weight of a chosen expert multiplies its input instead of its output (Llama 4)."""
     every: Annotated[int, Gt(0)] = 1
     """Every n-th layer (the n-th, the 2n-th, ...) has experts; the others have a feed-forward layer."""
     first_dense: Annotated[int, Ge(0)] = 0
@@ -220,6 +237,7 @@ class MoEConfig:
             shared=self.shared,
             shared_gate=self.shared_gate,
             branch_norms=self.branch_norms,
+            weigh_inputs=self.weigh_inputs,
             every=self.every,
             first_dense=self.first_dense,
             ffn_dim=ffn_dim if self.ffn_dim is None else self.ffn_dim,

@@ -154,7 +154,11 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
         heads = dict.fromkeys(("global_head_dim", "global_kv_heads"))
         attention = replace(attention, keys_as_values="none", **heads)
-        attention = replace(attention, scale=None, window=None, **layers, core="auto")
+        chunk = attention.chunk if any(result["attention.windows"]) else None
+        if all(attention.rotates_at(layer) for layer in range(decoder.layers)) and attention.temperature_layers == "nope":
+            none: dict[str, Any] = {"temperature": None, "temperature_length": None, "temperature_shift": 0}
+            attention = replace(attention, **none, temperature_layers="all")
+        attention = replace(attention, scale=None, window=None, chunk=chunk, **layers, core="auto")
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
         attention = replace(attention, kl_weight=1.0) if isinstance(attention, IndexedMLA) else attention

@@ -44,13 +44,16 @@ def read_local_layers(keys: Keys, window: int | None, local: Callable[[int], boo
     if window is None:
         keys.fault("sliding_window", f"is missing, but layer_types says {SLIDING!r}")
         return {}
+    return {"window": window, **global_fields(types)}
+
+
+def global_fields(types: Sequence[str]) -> dict[str, Any]:
+    """Returns `global_every` or `global_layers` of attention with local layers, by the names of kinds in `layer_types`."""
     full = tuple(layer for layer, kind in enumerate(types) if kind == FULL)
     if not full:
-        return {"window": window}
+        return {}
     every = full[0] + 1
-    if full == tuple(range(every - 1, layers, every)):
-        return {"window": window, "global_every": every}
-    return {"window": window, "global_layers": full}
+    return {"global_every": every} if full == tuple(range(every - 1, len(types), every)) else {"global_layers": full}
 
 
 def read_period(keys: Keys, period: int) -> dict[str, Any]:
@@ -164,6 +167,7 @@ class ExpertNames:
         shared: name of the shared experts inside the layer.
         shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
+        turned: whether these have inputs before outputs (Llama 4).
         others: Forge's name of a further tensor of the layer -> its name, from the block on.
         interleaved: whether they always are, with inputs before outputs, gate and up alternating, and biases (gpt-oss).
     """
@@ -175,6 +179,7 @@ class ExpertNames:
     shared: str = "shared_experts"
     shared_gate: str | None = None
     fused: bool = False
+    turned: bool = False
     interleaved: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
 
@@ -230,6 +235,10 @@ def normalized(moe: MoEShape) -> bool:
     return getattr(moe.router, "normalize", True)
 
 
+MOE_SIZES = ("experts", "top_k", "shared", "shared_gate", "branch_norms", "weigh_inputs", "capacity", "ffn_dim")
+"""Settings of experts that determine the logits, besides the router."""
+
+
 def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
     """Returns the settings of experts that determine the logits; equal for equal models."""
     moe = decoder.shape.moe
@@ -242,7 +251,5 @@ def meaning_of_experts(decoder: DecoderConfig) -> dict[str, Any]:
     router = moe.router
     if isinstance(router, SigmoidTopKConfig):
         router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
-    sizes = {
-        name: getattr(moe, name) for name in ("experts", "top_k", "shared", "shared_gate", "branch_norms", "capacity", "ffn_dim")
-    }
+    sizes = {name: getattr(moe, name) for name in MOE_SIZES}
     return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}

@@ -167,8 +167,9 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         if rest.startswith("experts.") and experts.fused:
             matrix, width = rest.removeprefix("experts."), shape[1]
             if matrix == "down_proj":
-                return TensorPlace(shape, (f"{prefix}.experts.down_proj",))
-            return TensorPlace(shape, (prefix + FUSED,), fused=(1, width * ("gate_proj", "up_proj").index(matrix), 2 * width))
+                return TensorPlace(shape, (f"{prefix}.experts.down_proj",), turned=experts.turned)
+            fused = (1, width * ("gate_proj", "up_proj").index(matrix), 2 * width)
+            return TensorPlace(shape, (prefix + FUSED,), fused=fused, turned=experts.turned)
         if rest.startswith("experts."):
             matrix = rest.removeprefix("experts.")
             matrix = experts.matrices.get(matrix, matrix)

@@ -27,15 +27,20 @@ ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
 @dataclass(frozen=True)
 class Scores:
     """Attention of one block: `width` is heads * (width of a key + width of a value), the multiply-adds of a query with a key;
-    `window` the number of keys that a query sees, None for all before it, or without `causal` for the whole row."""
+    `window` the number of keys that a query sees, None for all before it, or without `causal` for the whole row. If `chunked`,
+    it is the number of positions of a chunk, and a query sees those before it in its chunk."""
 
     width: float
     window: int | None = None
     causal: bool = True
+    chunked: bool = False
 
     def keys(self, length: int) -> float:
         """Returns the average number of keys per query of a kernel in rows of `length` tokens."""
         seen = length if self.window is None else min(self.window, length)
+        if self.chunked:
+            full, rest = divmod(length, seen)
+            return (full * seen * (seen + 1) + rest * (rest + 1)) / (2 * length)
         if not self.causal:
             return seen
         return seen - seen * (seen - 1) / (2 * length)

@@ -14,6 +14,7 @@ from forge_core.component import IDENTITY, Component, Slot
 from forge_core.features import Feature
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
+from forge_models.shape import Chunk
 from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
@@ -115,6 +116,8 @@ class VLM(DecoderConfig):
             raise ValueError("model.name = 'vlm' does not support [model.streams]; remove it")
         if not self.shape.causal:
             raise ValueError("model.name = 'vlm' does not support attention.causal = false; set it to true")
+        if any(isinstance(window, Chunk) for window in self.shape.windows()):
+            raise ValueError("model.name = 'vlm' does not support attention.chunk; remove it, or set attention.window")
         if self.lora is not None:
             raise ValueError(
                 "model.name = 'vlm' does not support [model.lora]; remove it, and freeze parameters with [parameters] groups"

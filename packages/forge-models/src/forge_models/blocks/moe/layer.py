@@ -51,6 +51,7 @@ BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post
 class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x). With a `shared_gate` w, the first term is
     sigmoid(w x) * shared(x). With `branch_norms`, it is n2(shared(n1(x))) + n4(sum of weight_e * expert_e(n3(x))), with norms n.
+    sigmoid(w x) * shared(x). With `weigh_inputs`, the terms of the sum are expert_e(weight_e * x).
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
     balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics
@@ -114,8 +115,7 @@ class ExpertLayer(nn.Module):
         if shape.branch_norms:
             y = self._apart(x, kept, routing.weights, slots)
         else:
-            shared = self._shared_output(x)
-            y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, shared).view_as(x)
+            y = self._dispatched(flat, kept, routing.weights, slots, self._shared_output(x)).view_as(x)
         if not self.training:
             return y, None
         by_row = x.shape[0] if rows is None else rows
@@ -135,6 +135,21 @@ class ExpertLayer(nn.Module):
             router_stats = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
         return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
 
+    def _dispatched(
+        self, flat: Tensor, experts: Tensor, weights: Tensor, slots: int | None, shared: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """Returns the output of the chosen experts plus that of the shared ones. To weigh inputs, each choice of an expert is
+        dispatched as a token of its own, which is its weight times the token."""
+        run, count = self.experts, self.shape.experts
+        if not self.shape.weigh_inputs:
+            return self.dispatch(flat, experts, weights, run, count, slots, shared)
+        rows = (flat.unsqueeze(1) * weights.unsqueeze(2)).to(flat.dtype).flatten(0, 1)
+        each, ones = experts.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
+        if weights.shape[1] == 1:
+            return self.dispatch(rows, each, ones, run, count, slots, shared)
+        y = self.dispatch(rows, each, ones, run, count, slots).view(*weights.shape, -1).sum(1)
+        return y if shared is None else y + shared()
+
     def _shared_output(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Returns a function that computes the shared experts' output, to overlap with the exchange of tokens."""
         shared = self.shared
@@ -150,7 +165,7 @@ class ExpertLayer(nn.Module):
         norms: dict[str, Any] = {name: getattr(self, name) for name in BRANCH_NORMS}
         assert self.shared is not None
         flat = norms["experts_norm"](x).flatten(0, -2)
-        chosen = self.dispatch(flat, experts, weights, self.experts, self.shape.experts, slots).view_as(x)
+        chosen = self._dispatched(flat, experts, weights, slots).view_as(x)
         shared = self.shared(norms["shared_norm"](x))
         return norms["shared_post_norm"](shared) + norms["experts_post_norm"](chosen)
 

@@ -208,6 +208,27 @@ class SigmoidTopK(nn.Module):
         return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.bias_steps is not None else {})
 
 
+class TopKSigmoid(nn.Module):
+    """See `forge_models.components.experts.TopKSigmoidConfig`."""
+
+    treats_blocks_alike: ClassVar[bool] = True
+
+    def __init__(self, context: RouterContext) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = unfilled(context.experts, context.dim)
+
+    def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
+        """See `Router`. Logits are compared, because large ones have equal sigmoids."""
+        logits = _logits(x, self.weight)
+        scores, (chosen, experts) = logits.sigmoid(), logits.topk(self.context.top_k, dim=-1)
+        return Routing(experts, chosen.sigmoid(), scores / (scores.sum(-1, keepdim=True) + 1e-20), logits)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Returns the spec of the weight."""
+        return {"weight": _spec(self.context)}
+
+
 class Hash(nn.Module):
     """See `forge_models.components.experts.HashConfig`. Each (token, expert) pair has a pseudo-random score; the largest win."""
 

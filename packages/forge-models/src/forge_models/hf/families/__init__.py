@@ -13,6 +13,7 @@ from forge_models.hf.families.gpt_oss import GptOss
 from forge_models.hf.families.granite import Granite
 from forge_models.hf.families.kimi import KimiLinear
 from forge_models.hf.families.llama import Llama
+from forge_models.hf.families.llama4 import Llama4
 from forge_models.hf.families.minimax import MiniMaxM2
 from forge_models.hf.families.mistral import Ministral3, Mistral, Mixtral
 from forge_models.hf.families.nemotron import NemotronH
@@ -60,6 +61,7 @@ SPARSE = (
     DeepseekV32(),
     NemotronH(),
     KimiLinear(),
+    Llama4(),
 )
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})

@@ -37,10 +37,10 @@ class SmolLM3(Family):
     def read(self, keys: Keys) -> dict[str, Any]:
         fields = read_base(keys, theta=2_000_000.0) | read_heads(keys) | {"mlp": SwiGLU(bias=keys.boolean("mlp_bias"))}
         layers = keys.integer("num_hidden_layers")
-        still = _still(keys, layers)
+        still = read_still(keys, layers)
         window, used = read_window(keys), keys.boolean("use_sliding_window")
         local = read_local_layers(keys, window, lambda layer: used and window is not None and layer in still)
-        return fields | {"attention": GQA(**read_biases(keys), **local, **_as_fields(still, layers))}
+        return fields | {"attention": GQA(**read_biases(keys), **local, **still_fields(still, layers))}
 
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
         shape, local = decoder.shape, write_local_layers(decoder)
@@ -50,7 +50,7 @@ class SmolLM3(Family):
         return written | {LAYERS: [int(rotates(layer)) for layer in range(decoder.layers)]}
 
 
-def _still(keys: Keys, layers: int) -> tuple[int, ...]:
+def read_still(keys: Keys, layers: int) -> tuple[int, ...]:
     """Reads the layers without rotary positions."""
     listed, every = keys.get(LAYERS), keys.integer(INTERVAL)
     if listed is None:
@@ -61,7 +61,7 @@ def _still(keys: Keys, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if not listed[layer])
 
 
-def _as_fields(still: tuple[int, ...], layers: int) -> dict[str, Any]:
+def still_fields(still: tuple[int, ...], layers: int) -> dict[str, Any]:
     """Returns the fields of the attention: a period if the layers have one."""
     if not still:
         return {}
