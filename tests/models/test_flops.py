@@ -17,7 +17,7 @@ from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, R
 from forge_models.components.lora import LoRAConfig
 from forge_models.flops import count_flops, counts_of
 from forge_models.objectives import CrossEntropy
-from forge_models.shape import Streams
+from forge_models.shape import Streams, ValueEmbeddings
 
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
@@ -33,6 +33,7 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
         {"attention": GQA(output_gate=True)},
         {"attention": GQA(window=20, global_every=2, global_head_dim=6, global_kv_heads=1, keys_as_values="global", v_norm=True)},
         {"streams": Streams(count=3), "attention_only": (0,)},
+        {"attention": GQA(value_embeddings=ValueEmbeddings(layers=(1,)))},
         {"attention": MLA(**LATENT), "kv_heads": None},
         {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None},
     ],

@@ -14,7 +14,7 @@ from forge_models.components.experts import (
 from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
-from forge_models.shape import Losses, Rope, Streams
+from forge_models.shape import Losses, Rope, Streams, ValueEmbeddings
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
 """All different, so that a dimension under a wrong name shows."""
@@ -174,6 +174,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attention": Hybrid(recurrent=GDN(key_heads=3, value_heads=6, key_dim=7, value_dim=9, conv_width=3), full_every=2),
         "tied_embeddings": True,
         "learned_positions": True,
+    },
+    "value_embeddings": {
+        "attention": GQA(
+            value_embeddings=ValueEmbeddings(layers=(0, 1), gate_channels=5),
+            window=4,
+            global_every=2,
+            qkv_bias=True,
+            output_gate=True,
+        ),
+        "kv_heads": 2,
+        "moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig()),
+        "streams": Streams(count=2, sinkhorn=3),
+    },
+    "value_embeddings_beside_recurrent_layers": {
+        "attention": Hybrid(
+            recurrent=GDN(key_heads=3, value_heads=6, key_dim=7, value_dim=9, conv_width=3),
+            full=GQA(value_embeddings=ValueEmbeddings(layers=(1,), scale=1.5), sinks=True),
+            full_every=2,
+        ),
+        "kv_heads": 3,
     },
     "scaled_logits": {"logit_multiplier": 0.3, "soft_cap": 4.0},
     "shared_key_heads": {

@@ -55,6 +55,12 @@ def test_specs_are_complete_and_fit(name):
         sizes["heads"] = {6 * head, 6 * 2 * head}  # of outputs, and of queries with gates
     if name == "heads_of_global_layers":  # layer 1 has 2 heads of 14
         sizes |= {"heads": {6 * head, 6 * 14}, "kv_heads": {kv_heads * head, 2 * 14}}
+    if name == "value_embeddings":
+        sizes["heads"] = {6 * head, 6 * 2 * head}
+        sizes["kv_heads"] = {2, 2 * head}
+    if name == "value_embeddings_beside_recurrent_layers":
+        sizes["heads"] |= {6}
+        sizes["kv_heads"] |= {3}
     if name == "sinks":
         sizes["heads"] = {6, 6 * head}
     if name in LATENTS:

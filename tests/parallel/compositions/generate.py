@@ -65,7 +65,7 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer", "streams")
+ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer", "streams", "value_embeddings")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion", "classification")
@@ -143,7 +143,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, DecoderConfig, CrossEntropy, ParameterGroup)
+        for cls in (*classes, Parallel, Precision, DecoderConfig, GQA, CrossEntropy, ParameterGroup)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)

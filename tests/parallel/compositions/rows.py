@@ -20,7 +20,7 @@ from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
 from forge_models.components.transformers import TransformersConfig
 from forge_models.objectives import DPO, Classification, CrossEntropy, Distillation, MaskedDiffusion, MaskedLM
-from forge_models.shape import Losses, Streams
+from forge_models.shape import Losses, Streams, ValueEmbeddings
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.groups import ParameterGroup, Parameters
@@ -167,6 +167,11 @@ def decoder_of(row: frozenset[str]) -> Any:
         model = replace(model, attention=GQA(causal=False))
     if "indexer" in row:
         model = replace(model, attention=replace(INDEXED, keys="chosen" if row.isdisjoint(LOW) else "all"), kv_heads=None)
+    if "value_embeddings" in row:
+        if not isinstance(model.attention, GQA):
+            raise ValueError("attention with an indexer has no tables of values")
+        tables = ValueEmbeddings(layers=(0, layers - 1), gate_channels=5)
+        model = replace(model, attention=replace(model.attention, value_embeddings=tables))
     if "streams" in row:
         model = replace(model, streams=Streams(count=3, sinkhorn=5))
     for feature in row & FUSIONS.keys():

@@ -13,7 +13,7 @@ from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import NormedTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
-from forge_models.shape import Losses, Rope, Streams
+from forge_models.shape import Losses, Rope, Streams, ValueEmbeddings
 from forge_parallel.model.plan import Plan
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.shard import FullyShard
@@ -108,6 +108,13 @@ DECODERS = {
     "streams of experts": replace(DECODER, streams=Streams(count=2), moe=EXPERTS, attention_only=(2,)),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
+VALUES = ValueEmbeddings(layers=(0, 3), gate_channels=5)
+"""Tables on the first and on the last stage."""
+DECODERS |= {
+    "value embeddings": replace(DECODER, attention=GQA(value_embeddings=VALUES, qkv_bias=True)),
+    "value embeddings of one head": replace(DECODER, attention=GQA(value_embeddings=VALUES, qkv_bias=True), kv_heads=1),
+    "value embeddings and experts": replace(DECODER, attention=GQA(value_embeddings=VALUES), moe=EXPERTS),
+}
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}
 
 
@@ -141,7 +148,9 @@ def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World
         world.run(measured, 4, case, "tp4", row)
 
 
-@pytest.mark.parametrize("model", ["experts with biases", "norms of branches", "streams of experts"])
+@pytest.mark.parametrize(
+    "model", ["experts with biases", "norms of branches", "streams of experts", "value embeddings and experts"]
+)
 def test_experts_on_other_ranks_equal_one_process(world: World, model: str) -> None:
     row = frozenset({"dp_shard", "ep_all_to_all"})
     case = replace(case_of(row), build=DECODERS[model].build)

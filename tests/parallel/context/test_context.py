@@ -13,7 +13,7 @@ from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.objectives import CrossEntropy
-from forge_models.shape import Rope, Streams
+from forge_models.shape import Rope, Streams, ValueEmbeddings
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.model.parallel_model import gathered
 from forge_parallel.model.plan import Plan
@@ -84,9 +84,17 @@ ATTENTIONS = {
     "learned positions": decoder(learned_positions=True, attention=GQA(nope_every=1)),
     "temperature": decoder(attention=GQA(temperature=0.7, temperature_length=2)),
     "sinks": decoder(attention=GQA(sinks=True, window=6, global_every=2)),
+    "value embeddings": decoder(attention=GQA(value_embeddings=ValueEmbeddings(layers=(1,), gate_channels=5))),
     "streams": decoder(streams=Streams(count=3, sinkhorn=5)),
 }
-FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"), ("sinks", "ring"), ("streams", "ring"))
+FAST_ATTENTIONS = (
+    ("windows", "ring"),
+    ("mla", "ulysses"),
+    ("mla", "all_gather"),
+    ("sinks", "ring"),
+    ("streams", "ring"),
+    ("value embeddings", "ring"),
+)
 
 
 @pytest.mark.parametrize(("name", "kind"), fast(*FAST_ATTENTIONS, of=[(name, kind) for name in ATTENTIONS for kind in KINDS]))

@@ -10,7 +10,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig
 from forge_models.generation import GenerationError, Sampling, generate
-from forge_models.shape import Rope, Streams
+from forge_models.shape import Rope, Streams, ValueEmbeddings
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.expert import ExpertParallel
@@ -33,6 +33,8 @@ HASHED = replace(
 )
 MODELS = {"tied": decoder_case(True), "windows": replace(decoder_case(), build=WINDOWS.build)}
 MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
+TABLES = GQA(window=4, global_every=2, value_embeddings=ValueEmbeddings(layers=(1, 4), gate_channels=5))
+MODELS["values"] = replace(decoder_case(), build=replace(WINDOWS, attention=TABLES).build)
 MODELS["streams"] = replace(decoder_case(), build=replace(WINDOWS, streams=Streams(count=3, sinkhorn=5)).build)
 
 
@@ -56,7 +58,13 @@ CASES = [
     ("streams", "pp2tp2", "1f1b"),
     ("hashed", "pp2dp2ep2", "interleaved"),
 ]
-FAST = (("hashed", "pp2", "1f1b"), ("streams", "pp2", "1f1b"), ("windows", "pp2", "zbv"), ("tied", "pp2tp2", "1f1b"))
+FAST = (
+    ("hashed", "pp2", "1f1b"),
+    ("streams", "pp2", "1f1b"),
+    ("values", "pp2", "1f1b"),
+    ("windows", "pp2", "zbv"),
+    ("tied", "pp2tp2", "1f1b"),
+)
 
 
 @pytest.mark.parametrize(("model", "layout", "schedule"), fast(*FAST, of=CASES))

@@ -120,6 +120,8 @@ def unmodeled(job: Job) -> str:
         return "model.attention has an indexer, whose loss and whose choice of keys have no modeled time"
     if "streams" in used:
         return "model.streams mixes several residual streams, which has no modeled time"
+    if "value_embeddings" in used:
+        return "model.attention.value_embeddings adds tables whose look-up and gathers have no modeled time"
     if job.train.stages or any(group.frozen for group in job.parameters.groups):
         return "some parameters are frozen, and the model of time counts gradients of all of them"
     return ""

@@ -41,7 +41,7 @@ class Counts:
     """Counts of one decoder.
 
     Attributes:
-        embedding: weights of the token table (also the head's when tied), and of learned positions.
+        embedding: weights of the token table (also the head's when tied), of learned positions, and of tables of values.
         attention: weights of all attention projections and their norms.
         mlp: weights of all feed-forward layers, including all experts and routers.
         norms: weights of the norms of blocks and of the final norm, and of what mixes residual streams.
@@ -193,6 +193,8 @@ def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:
 def _part(name: str) -> str:
     """Returns the field of `Counts` that a parameter belongs to."""
     first, *rest = name.split(".")
+    if name.endswith(".value_embedding.weight"):
+        return "embedding"
     if first == "blocks" and rest[1] in ("attention", "mlp"):
         return rest[1]
     return {"embed": "embedding", "positions": "embedding", "head": "head", "mtp": "mtp"}.get(first, "norms")
@@ -206,6 +208,8 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
     products = Counter[str]()
     for path, matrix in found.items():
         products[path.partition(".")[0]] += prod(matrix.shape)
+    for settings in filter(None, map(shape.value_embeddings, range(shape.layers))):
+        products["blocks"] += shape.kv_heads * settings.gate_channels
     if shape.moe is not None:
         for path, matrix in experts.items():
             products[path.partition(".")[0]] += shape.moe.top_k * prod(matrix.shape)

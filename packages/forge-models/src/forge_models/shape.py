@@ -112,6 +112,29 @@ Activation = str | ClampedGate
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueEmbeddings:
+    """Tables of tokens whose rows are added to the values of some attention layers, with a gate for each key-value head.
+
+    Values become v + scale * sigmoid(W x[:gate_channels]) * E[token], where x is the input of the layer (nanochat; Karpathy,
+    2025).
+    """
+
+    key_class: ClassVar = IDENTITY
+
+    layers: tuple[Annotated[int, Ge(0)], ...]
+    """Indices, from 0, of the layers that have a table each, of `vocab_size` rows of `kv_heads` * `head_dim` numbers (nanochat:
+    every second layer, the last one included)."""
+    gate_channels: Annotated[int, Gt(0)] = 12
+    """Number of first channels of the input of the layer from which its gates are computed."""
+    scale: Annotated[float, Gt(0)] = 3.0
+    """Largest factor on a row. Gates start at half of it."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"layers {list(self.layers)} must name at least one layer, and each once; remove value_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockContext:
     """Argument of `build(context)` of attention and MLP components: resolved sizes and settings of a decoder.
 
@@ -127,6 +150,7 @@ class BlockContext:
         rope: rotary positions.
         init_std: standard deviation of hidden matrices.
         norm: component that builds a norm of a given width.
+        vocab_size: number of token ids; 0 where blocks process no tokens.
     """
 
     dim: int
@@ -140,6 +164,7 @@ class BlockContext:
     rope: Rope
     init_std: float
     norm: Component
+    vocab_size: int = 0
 
     def of_any_layer(self) -> "BlockContext":
         """Returns the context without the number of the block, to compare blocks."""
@@ -355,7 +380,14 @@ class DecoderShape:
             rope=self.rope,
             init_std=self.init_std,
             norm=self.norm,
+            vocab_size=self.vocab_size,
         )
+
+    def value_embeddings(self, layer: int) -> ValueEmbeddings | None:
+        """Returns the settings of the table of values in block `layer`; None if the block has no such table."""
+        at: Any = getattr(self.attention, "at", lambda _: self.attention)
+        settings: ValueEmbeddings | None = getattr(at(layer), "value_embeddings", None)
+        return settings if settings is not None and layer in settings.layers else None
 
     @property
     def has_dense(self) -> bool:
@@ -456,4 +488,5 @@ class DecoderShape:
         head = self.labels or (0 if self.tied_embeddings else self.vocab_size)
         tables = (self.vocab_size + head) * self.dim
         tables += self.max_length * self.dim if self.learned_positions else 0
+        tables += sum(map(bool, map(self.value_embeddings, range(layers)))) * self.vocab_size * self.kv_heads * self.head_dim
         return tables + layers * each + feed_forward

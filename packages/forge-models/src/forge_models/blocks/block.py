@@ -66,7 +66,9 @@ class Block(nn.Module):
         self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and normed else None
         self.sparse = moe is not None
         self.indexed: bool = getattr(self.attention, "observes", False)
-        self.reads = ("token_mask", "tokens") if self.sparse else ("token_mask",) if self.indexed else ()
+        self.embeds_values: bool = getattr(self.attention, "reads_tokens", False)
+        wanted = {"token_mask": self.sparse or self.indexed, "tokens": self.sparse or self.embeds_values}
+        self.reads = tuple(name for name, reads in wanted.items() if reads)
         self.mlp: nn.Module | None = None
         if whole:
             self.mlp = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
@@ -93,7 +95,7 @@ class Block(nn.Module):
             attention_mask: mask that the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
             token_mask: (B, T) False for padding; used by sparse blocks and by indexers only.
-            tokens: (B, T) token ids, for routers that need them; used by sparse blocks only.
+            tokens: (B, T) token ids, for routers that need them, and for attention with value embeddings.
         """
         x = tap("residual", x)
         read, weights = _read(x, self.attention_streams)
@@ -103,6 +105,8 @@ class Block(nn.Module):
         if self.indexed:
             inner, statistics = self.attention(*arguments, token_mask)
             seen = (statistics,)
+        elif self.embeds_values:
+            inner = self.attention(*arguments, tokens)
         else:
             inner = self.attention(*arguments)
         inner = tap("attention.output", inner)

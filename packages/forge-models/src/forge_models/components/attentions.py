@@ -1,15 +1,15 @@
 """Attention of a block, chosen in `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component
+from forge_core.features import Feature
 from forge_core.specs import Matrix
-from forge_models.shape import AttentionKernel, BlockContext, Chunk
+from forge_models.shape import AttentionKernel, BlockContext, Chunk, ValueEmbeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,6 +79,8 @@ class GQA(Component):
     """Number that is added to p in this factor (Llama 4: 1)."""
     temperature_layers: Literal["all", "nope"] = "all"
     """Layers with this factor: all, or those without rotary positions (Llama 4)."""
+    value_embeddings: Annotated[ValueEmbeddings | None, Feature("value_embeddings", unless=None, plane="model")] = None
+    """Tables of tokens whose rows are added to the values of some layers; no layer has one when absent."""
     core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -99,6 +101,10 @@ class GQA(Component):
             raise ValueError("temperature and temperature_length need each other; set both, or neither")
         if self.temperature is None and (self.temperature_shift or self.temperature_layers != "all"):
             raise ValueError("temperature_shift and temperature_layers need a temperature; set one, or remove them")
+        if self.value_embeddings is not None:
+            others = {"v_norm": False, "keys_as_values": "none", "global_head_dim": None, "global_kv_heads": None}
+            if used := [name for name, value in others.items() if getattr(self, name) != value]:
+                raise ValueError(f"value_embeddings does not support {used[0]}; remove one of them")
         if not self.causal and self.chunk is not None:
             raise ValueError("causal = false does not support a chunk; remove chunk, or set causal = true")
         if not self.causal and self.window is not None:
@@ -130,6 +136,7 @@ class GQA(Component):
             cls(chunk=3, global_every=2, nope_every=2, qk_norm="unit"),
             cls(nope_every=2, temperature=0.5, temperature_length=3, temperature_shift=1, temperature_layers="nope"),
             cls(causal=False),
+            cls(value_embeddings=ValueEmbeddings(layers=(0,), gate_channels=3)),
         )
 
     def check(self, context: BlockContext) -> None:
@@ -141,6 +148,13 @@ class GQA(Component):
         for name in ("global_layers", "nope_layers"):
             if wrong := [layer for layer in getattr(self, name) or () if layer >= context.layers]:
                 raise ValueError(f"{name} {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
+        if self.value_embeddings is not None:
+            if wrong := [layer for layer in self.value_embeddings.layers if layer >= context.layers]:
+                raise ValueError(f"value_embeddings.layers {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
+            if self.value_embeddings.gate_channels > context.dim:
+                raise ValueError(
+                    f"value_embeddings.gate_channels {self.value_embeddings.gate_channels} exceeds dim {context.dim}; lower it"
+                )
         if context.rope.local_theta is not None and self.window is None and self.chunk is None:
             raise ValueError("rope.local_theta needs local layers; set attention.window or attention.chunk")
         if self.qk_norm == "unit" and not hasattr(context.norm, "eps"):
@@ -216,27 +230,32 @@ class GQA(Component):
         temperature = None
         if self.temperature is not None and not (rotates and self.temperature_layers == "nope"):
             temperature = Temperature(self.temperature, self.temperature_length or 1, self.temperature_shift)
-        build: Any = Attention
+        options: dict[str, Any] = {
+            "qkv_bias": self.qkv_bias,
+            "output_bias": self.output_bias,
+            "qk_norm": self.qk_norm,
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "window": self.window_at(context.layer),
+            "rotates": rotates,
+            "output_gate": self.output_gate,
+            "sinks": self.sinks,
+            "temperature": temperature,
+            "causal": self.causal,
+            "core": self.core,
+        }
+        settings, context = self.value_embeddings, self.of_layer(context)
+        if settings is not None and context.layer in settings.layers:
+            from forge_models.blocks.value_embeddings import ValueEmbeddedAttention
+
+            return ValueEmbeddedAttention(context, settings, **options)
         if self.v_norm or self.keys_as_values != "none":
             from forge_models.blocks.reuse import ReusingAttention
 
             eps = getattr(context.norm, "eps", 1e-6) if self.v_norm else None
-            build = partial(ReusingAttention, v_norm=eps, keys_as_values=not self.has_values(context.layer))
-        return build(
-            self.of_layer(context),
-            qkv_bias=self.qkv_bias,
-            output_bias=self.output_bias,
-            qk_norm=self.qk_norm,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            window=self.window_at(context.layer),
-            rotates=rotates,
-            output_gate=self.output_gate,
-            sinks=self.sinks,
-            temperature=temperature,
-            causal=self.causal,
-            core=self.core,
-        )
+            equal = not self.has_values(context.layer)
+            return ReusingAttention(context, v_norm=eps, keys_as_values=equal, **options)
+        return Attention(context, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,6 +176,9 @@ class Hybrid(Component):
         if kinds == {True}:
             key = "kinds" if self.kinds is not None else f"full_every {self.full_every}"
             raise ValueError(f"{key} gives every layer full attention; choose attention {type(self.full).__name__} itself")
+        tables: Any = getattr(self.full, "value_embeddings", None)
+        if wrong := [layer for layer in (() if tables is None else tables.layers) if not self.is_full(layer)]:
+            raise ValueError(f"full.value_embeddings.layers {wrong} are recurrent and have no values; leave them out")
         for part in (self.recurrent, self.full):
             check: Any = getattr(part, "check", None)
             if check is not None:

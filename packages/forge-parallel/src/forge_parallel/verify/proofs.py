@@ -102,7 +102,7 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     for key, part in (("model", job.model), ("objective", objective)):
         if own := getattr(part, "feature", ""):
             uses.append(_of(type(part), Use(own, "model", f"{key}.name of {type(part).__name__}")))
-    uses += _named(job.model, "model")
+    uses += _named(job.model, "model", sizes)
     if layout.world > 1:
         for section in ("model", "objective"):
             uses += _brought(getattr(job, section, None), section)
@@ -143,14 +143,16 @@ def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None
     return [_of(cls, use) for use in used(cls, values, sizes, key)]
 
 
-def _named(part: Any, key: str) -> Iterator[Use]:
-    """Yields the uses of a model's components that are features themselves, those with a name in `feature`."""
+def _named(part: Any, key: str, sizes: Mapping[str, int]) -> Iterator[Use]:
+    """Yields the uses of a model's components that are features themselves, those with a name in `feature`, and of features that
+    their fields declare."""
     for info in fields_of(type(part)) if dataclasses.is_dataclass(part) else ():
         inner = getattr(part, info.name)
         if isinstance(inner, Component) and (name := getattr(inner, "feature", "")):
             yield _of(type(inner), Use(name, "model", f"{key}.{info.name} of {type(inner).__name__}"))
         if isinstance(inner, Component):
-            yield from _named(inner, f"{key}.{info.name}")
+            yield from _options(inner, f"{key}.{info.name}", sizes)
+            yield from _named(inner, f"{key}.{info.name}", sizes)
 
 
 def _brought(part: Any, key: str) -> Iterator[Use]:

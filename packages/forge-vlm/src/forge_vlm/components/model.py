@@ -114,6 +114,8 @@ class VLM(DecoderConfig):
             raise ValueError("model.name = 'vlm' does not support [model.mtp]; remove it")
         if self.streams is not None:
             raise ValueError("model.name = 'vlm' does not support [model.streams]; remove it")
+        if any(map(self.shape.value_embeddings, range(self.layers))):
+            raise ValueError("model.name = 'vlm' does not support attention.value_embeddings; remove it")
         if not self.shape.causal:
             raise ValueError("model.name = 'vlm' does not support attention.causal = false; set it to true")
         if any(isinstance(window, Chunk) for window in self.shape.windows()):

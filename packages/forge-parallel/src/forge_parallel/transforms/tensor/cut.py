@@ -48,7 +48,7 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
         ):  # parameters may be on another stage
             summed = any(f"{path}.{slot}" in table.summed for slot in slots)
             packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
-            # Of a copied layer each rank uses the rows of one head; a matrix without heads, as of an adapter, it uses whole.
+            # Of a copied layer each rank uses the part of one head; a matrix without heads, as of an adapter, it uses whole.
             copied = tuple(slot for slot in slots if role is Role.KV_COPY and _has_heads(f"{path}.{slot}", context.specs))
             module.__class__ = split_class(type(module), role, tuple(slots), summed, packed, copied)
             module.partial = tuple(slot for slot in slots if f"{path}.{slot}" in table.partial)  # type: ignore[assignment]
@@ -56,7 +56,7 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
 
 
 def _has_heads(name: str, specs: Specs) -> bool:
-    return specs.tensors[name].dims[0] == "kv_heads"
+    return "kv_heads" in specs.tensors[name].dims
 
 
 def cut_sequences(part: nn.Module, on: bool) -> None:
@@ -137,9 +137,13 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
         module.copies = kv_copies(specs, ranks.size) if keys else 1
     elif role is Role.KV_COPY:
         kv_heads = specs.units["kv_heads"]
-        width = module._parameters["weight"].shape[0] // kv_heads
         head = ranks.rank * kv_heads // ranks.size
-        module.rows = slice(head * width, (head + 1) * width)
+        module.parts = {}
+        for slot, parameter in module._parameters.items():
+            if parameter is not None and _has_heads(f"{path}.{slot}", specs):
+                dim = specs.tensors[f"{path}.{slot}"].dims.index("kv_heads")
+                width = parameter.shape[dim] // kv_heads
+                module.parts[slot] = (*(slice(None),) * dim, slice(head * width, (head + 1) * width))
 
 
 def _of_all(numbers: Tensor, ranks: Ranks) -> Tensor:

@@ -169,9 +169,9 @@ class SummedHeads(Split):
 
 
 class KVCopy(Split):
-    """Uses the rows of one key-value head of a weight that every rank holds whole."""
+    """Uses the part of one key-value head of weights that every rank holds whole: by name of the weight, its slices."""
 
-    rows: slice
+    parts: dict[str, tuple[slice, ...]]
 
 
 _MIXINS = {
@@ -203,7 +203,7 @@ def split_class(
     share a graph.
 
     With `summed`, gradients of the module's parameters are summed over ranks in each backward. `packed` parameters have one more
-    dimension than in the original module. Of `copied` parameters, only `rows` are used.
+    dimension than in the original module. Of `copied` parameters, only `parts` are used.
     """
     mixin = _MIXINS.get(role, Split)
     local: Any = _summed_of if summed else _whole_of
@@ -211,16 +211,16 @@ def split_class(
         name: property(_hidden if role in (Role.ROW, Role.WHOLE_ROW) and name == "bias" else local(name)) for name in parameters
     }
     views |= {name: property(_packed_of(name)) for name in packed}
-    views |= {name: property(_rows_of(name)) for name in copied}
+    views |= {name: property(_part_of(name)) for name in copied}
     return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
 
 
-def _local(parameter: Tensor, rows: slice | None = None) -> Tensor:
+def _local(parameter: Tensor, part: tuple[slice, ...] | None = None) -> Tensor:
     # Outside the module's forward the parameter is an FSDP shard on a mesh of more dimensions, which FSDP itself reads.
     if not isinstance(parameter, DTensor) or len(parameter.placements) > 1:
         return parameter
     local = parameter.to_local()
-    return local if rows is None else local[rows]
+    return local if part is None else local[part]
 
 
 def _hidden(self: nn.Module) -> Tensor | None:
@@ -255,9 +255,9 @@ def _packed_of(name: str) -> Any:
     return read
 
 
-def _rows_of(name: str) -> Any:
+def _part_of(name: str) -> Any:
     def read(self: Any) -> Tensor | None:
         parameter = self._parameters[name]
-        return None if parameter is None else _local(parameter, self.rows)
+        return None if parameter is None else _local(parameter, self.parts[name])
 
     return read
