@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import DecoderConfig
+from forge_models.components.decoder import DecoderConfig, LayerInputsConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import GELU, GeGLU, LayerNormConfig, ReLU, ReLU2
 from forge_models.components.lora import LoRAConfig
@@ -34,6 +34,8 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
         {"attention": GQA(window=20, global_every=2, global_head_dim=6, global_kv_heads=1, keys_as_values="global", v_norm=True)},
         {"streams": Streams(count=3), "attention_only": (0,)},
         {"attention": GQA(value_embeddings=ValueEmbeddings(layers=(1,)))},
+        {"attention": GQA(shared_kv_layers=1, shared_kv_ffn_factor=3)},
+        {"layer_inputs": LayerInputsConfig(dim=6)},
         {"attention": MLA(**LATENT), "kv_heads": None},
         {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None},
     ],

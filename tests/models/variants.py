@@ -4,6 +4,7 @@ from typing import Any
 
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
+from forge_models.components.decoder import LayerInputsConfig
 from forge_models.components.experts import (
     MoEConfig,
     NormedTopKConfig,
@@ -153,6 +154,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "norm_placement": "sandwich",
         "kv_heads": 3,
     },
+    "shared_keys_and_values": {
+        "attention": GQA(window=4, global_every=2, shared_kv_layers=2, shared_kv_ffn_factor=2, qk_norm="head", qkv_bias=True),
+        "layers": 4,
+        "kv_heads": 3,
+    },
+    "inputs_of_layers": {"layer_inputs": LayerInputsConfig(dim=7, vocab_size=103), "mlp": GeGLU()},
     "scalars": {"layer_scalar": True},
     "keys_as_values": {"attention": GQA(keys_as_values="all", qkv_bias=True, output_gate=True), "rope": Rope(proportion=0.3)},
     "sinks": {"attention": GQA(sinks=True, window=4, global_every=2, output_bias=True), "kv_heads": 2},

@@ -25,6 +25,8 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "head_dim": 12,
     "global_head_dim": 20,
+    "vocab_size_per_layer_input": 103,
+    "hidden_size_per_layer_input": 6,
     "num_global_key_value_heads": 4,
     "sliding_window": 5,
     "sliding_window_size": 5,
@@ -70,7 +72,10 @@ NAMES = ("_name_or_path", "transformers_version", "torch_dtype", "initializer_ra
 
 def tiny(values: dict[str, Any]) -> dict[str, Any]:
     """The same configuration, smaller; key and value heads are as many, half as many or one, as they were."""
-    small = {key: TINY[key] if key in TINY and value not in (None, 1) else value for key, value in values.items()}
+    inputs = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+    small = {
+        key: TINY[key] if key in TINY and key not in inputs and value not in (None, 1) else value for key, value in values.items()
+    }
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if kv_heads is not None:
         small["num_key_value_heads"] = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
@@ -81,6 +86,10 @@ def tiny(values: dict[str, Any]) -> dict[str, Any]:
         small |= {"head_dim": 16} if "head_dim" in small else {}
     if values.get("enable_moe_block"):  # its dense part is a number of experts
         small["intermediate_size"] = 2 * small["moe_intermediate_size"]
+    small |= {key: TINY[key] for key in inputs if values.get(key)}
+    if values.get("num_kv_shared_layers"):
+        kinds = ["sliding_attention", "full_attention"]
+        small |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * kinds}
     return small
 
 

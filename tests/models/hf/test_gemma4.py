@@ -1,16 +1,21 @@
 """Gemma 4: heads of global layers in two spellings, tables of rotary positions, what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.attentions import GQA
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import config_of, decoder_of, meaning_of, misfits
+from forge_models.hf.reader import Folder
 from forge_models.shape import Rope
-from models.hf.zoo import CASES, sizes_of
+from models.hf.zoo import CASES, random_model, sizes_of
+from models.hf.zoo import saved as saved_folder
 
 FAMILY = FAMILIES["gemma4_text"]
 VALUES = sizes_of("gemma4_text") | CASES["gemma4_text"][1]
@@ -121,6 +126,22 @@ def test_without_tables_there_are_those_of_the_reference() -> None:
 def test_heads_that_do_not_fit_are_refused(key: str, value: int) -> None:
     with pytest.raises(ForgeError, match=key.replace("num_", "").replace("key_value", "kv")):
         decoder_of(FAMILY, VALUES | {key: value}, "here")
+
+
+def test_keys_and_values_that_no_layer_uses_are_skipped(tmp_path: Path) -> None:
+    """Published files have them for layers that take those of others."""
+    kind, keys = CASES["gemma4_text-inputs-shared-wider"]
+    path = saved_folder(random_model(kind, keys), tmp_path / "published")
+    tensors = load_file(path / "model.safetensors")
+    plain = Folder(path)
+    unused = {f"model.layers.{layer}.self_attn.{name}.weight" for layer in (4, 6) for name in ("k_proj", "v_proj", "k_norm")}
+    assert unused.isdisjoint(tensors)
+    more = dict.fromkeys(sorted(unused), torch.zeros(3))
+    save_file(tensors | {name: value.clone() for name, value in more.items()}, path / "model.safetensors")
+    assert Folder(path).tensors == plain.tensors
+    save_file(tensors | {"model.layers.3.self_attn.k_proj.bias2": torch.zeros(3)}, path / "model.safetensors")
+    with pytest.raises(ForgeError, match=r"layers\.3\.self_attn\.k_proj\.bias2: unexpected"):
+        Folder(path)
 
 
 def test_no_other_family_has_proportional_tables() -> None:

@@ -17,7 +17,7 @@ SMALL = {
     "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 5},
     "kimi_linear": {"num_key_value_heads": 4, "model_max_length": 64, "moe_renormalize": False},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "sliding_window": None},
-    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_key_value_heads": 2, "head_dim": 16}
+    "gemma4_text": {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "num_key_value_heads": 2, "head_dim": 16}
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16},
     "gpt_neox": {"hidden_size": 64, "num_key_value_heads": 4},
     "stablelm": {"hidden_size": 64},

@@ -153,6 +153,7 @@ SECTIONS: dict[str, Any] = {"mrope_section": [1, 1, 0], "mrope_interleaved": Tru
 
 MINIMAX: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
 
+LOCAL, FULL = "sliding_attention", "full_attention"
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 700.0}
 GEMMA4_LOCAL = {"rope_type": "default", "rope_theta": 50.0}
@@ -344,6 +345,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention"] * 4, "num_global_key_value_heads": 4, "global_head_dim": 20}
         | {"num_hidden_layers": 4}
         | {"rope_parameters": {"full_attention": PROPORTIONAL | {"partial_rotary_factor": 0.6, "factor": 3.0}}},
+    ),
+    "gemma4_text-inputs-shared-wider": (
+        "gemma4_text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 101, "num_kv_shared_layers": 3, "rms_norm_eps": 1e-3}
+        | {"use_double_wide_mlp": True, "layer_types": [LOCAL, FULL, LOCAL, FULL, LOCAL, LOCAL, FULL], "attention_bias": True},
+    ),
+    "gemma4_text-experts-inputs-shared": (
+        "gemma4_text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2, "num_hidden_layers": 4}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}
+        | {"layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": False, "tie_word_embeddings": False},
     ),
     "gemma4_text-experts": (
         "gemma4_text",

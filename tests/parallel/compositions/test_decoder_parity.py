@@ -9,9 +9,9 @@ import torch
 
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import DecoderConfig
+from forge_models.components.decoder import DecoderConfig, LayerInputsConfig
 from forge_models.components.experts import NormedTopKConfig, SoftmaxTopKConfig
-from forge_models.components.layers import GELU, ClampedSwiGLU, LayerNormConfig, RMSNormConfig
+from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig
 from forge_models.objectives import CrossEntropy
 from forge_models.shape import Losses, Rope, Streams, ValueEmbeddings
 from forge_parallel.model.plan import Plan
@@ -106,6 +106,10 @@ DECODERS = {
     ),
     "streams": replace(DECODER, streams=Streams(count=3, sinkhorn=5)),
     "streams of experts": replace(DECODER, streams=Streams(count=2), moe=EXPERTS, attention_only=(2,)),
+    "shared keys and values": replace(
+        DECODER, layers=4, attention=GQA(window=5, global_every=2, shared_kv_layers=2, shared_kv_ffn_factor=2, qk_norm="head")
+    ),
+    "inputs of layers": replace(DECODER, layer_inputs=LayerInputsConfig(dim=6), mlp=GeGLU()),
     "factors": replace(DECODER, attention=GQA(scale=0.3), embed_multiplier=3.0, residual_multiplier=0.4, logit_multiplier=0.6),
 }
 VALUES = ValueEmbeddings(layers=(0, 3), gate_channels=5)
@@ -118,8 +122,13 @@ DECODERS |= {
 ROWS = {"dp2": frozenset({"dp_shard"}), "tp2": frozenset({"tp"}), "pp2": frozenset({"pp_1f1b", "accumulate"})}
 
 
-@pytest.mark.parametrize("layout", ROWS)
-@pytest.mark.parametrize("model", DECODERS)
+FIRST_STAGE = ("shared keys and values", "inputs of layers")
+"""Decoders whose blocks take more than the residual stream, which a pipeline does not send."""
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [(model, layout) for model in DECODERS for layout in ROWS if layout != "pp2" or model not in FIRST_STAGE]
+)
 def test_options_of_published_families_equal_one_process(world: World, model: str, layout: str) -> None:
     row = ROWS[layout]
     case = replace(case_of(row), build=DECODERS[model].build)
@@ -130,14 +139,41 @@ def test_options_of_published_families_equal_one_process(world: World, model: st
         assert difference.accepted("fp64"), difference
 
 
-@pytest.mark.parametrize("kind", ["cp_all_gather", "cp_ring", "cp_ulysses"])
-def test_heads_of_global_layers_over_shared_rows_equal_one_process(world: World, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *(("heads of global layers", kind) for kind in ("cp_all_gather", "cp_ring", "cp_ulysses")),
+        ("shared keys and values", "cp_all_gather"),
+        ("shared keys and values", "cp_ring"),
+        ("inputs of layers", "cp_all_gather"),
+    ],
+)
+def test_options_over_shared_rows_equal_one_process(world: World, model: str, kind: str) -> None:
     row = frozenset({kind})
-    case = replace(case_of(row), build=DECODERS["heads of global layers"].build)
+    case = replace(case_of(row), build=DECODERS[model].build)
     whole = measured(case, "1", row)
     for found in world.run(measured, 2, case, "cp2", row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
+
+
+@pytest.mark.parametrize("model", FIRST_STAGE)
+@pytest.mark.parametrize("words", ["dp_shard recompute recompute_full", "dp_shard recompute", "dp_shard keep_gathered"])
+def test_what_blocks_give_each_other_is_computed_again(world: World, model: str, words: str) -> None:
+    row = frozenset(words.split())
+    case = replace(case_of(row), build=DECODERS[model].build)
+    whole = measured(case, "1", row)
+    for found in world.run(measured, 2, case, "dp2", row):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference
+
+
+@pytest.mark.parametrize(("model", "key"), [(FIRST_STAGE[0], "shared_kv_layers"), (FIRST_STAGE[1], "layer_inputs")])
+def test_what_a_pipeline_does_not_send_is_refused(world: World, model: str, key: str) -> None:
+    row = frozenset({"pp_1f1b", "accumulate"})
+    case = replace(case_of(row), build=DECODERS[model].build)
+    with pytest.raises(Exception, match=rf"{key}.* set parallel\.pp = 1"):
+        world.run(measured, 2, case, "pp2", row)
 
 
 def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World) -> None:

@@ -205,6 +205,8 @@ _SHARED = "TransformerLens has no shared experts"
 
 _NO_STATES = "TransformerLens has no recurrent layers"
 
+_NO_LAYER_INPUTS = "TransformerLens has no per-layer embeddings"
+
 INSIDE = {
     "residual": Known("the stream that enters the block", STREAM, "hook_resid_pre"),
     "attention.q_projected": Known("queries before norm and rotation", HEADS, "attn.hook_q"),
@@ -237,6 +239,10 @@ INSIDE = {
     "shared.gate": Known("sigmoid of the gate on the shared experts' output", ("batch", "sequence", "gate"), why=_SHARED),
     "mlp.output": Known("output of the feed-forward part or the experts, before a norm behind it", STREAM, why=_BEFORE),
     "mlp.added": Known("what the feed-forward part adds to the stream", STREAM, "hook_mlp_out"),
+    "layer_input.vector": Known(
+        "the vector of each token for this layer", ("batch", "sequence", "layer_input"), why=_NO_LAYER_INPUTS
+    ),
+    "layer_input.added": Known("what this vector adds to the stream", STREAM, why=_NO_LAYER_INPUTS),
     "residual_after": Known("the stream that leaves the block", STREAM, "hook_resid_post"),
     "norm": Known("of a module for multi-token prediction: what the head scores", STREAM, why="not in TransformerLens"),
 }

@@ -72,6 +72,23 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
         )
 
 
+def layers_share_a_stage(job: Job, layout: Layout) -> Iterator[Fault]:
+    """Checks that what layers take besides the residual stream is on their stage of a pipeline."""
+    if layout.pp > 1 and getattr(job.model, "layer_inputs", None) is not None:
+        yield Fault(
+            "model.layer_inputs",
+            "are made from embedded tokens, which only the first stage of a pipeline has",
+            hint="set parallel.pp = 1, or remove [model.layer_inputs]",
+        )
+    shared = getattr(getattr(getattr(job.model, "shape", None), "attention", None), "shared_kv_layers", 0)
+    if layout.pp > 1 and shared:
+        yield Fault(
+            "model.attention.shared_kv_layers",
+            f"= {shared}: these layers take keys and values of earlier ones, which a pipeline has on other stages",
+            hint="set parallel.pp = 1, or shared_kv_layers = 0",
+        )
+
+
 def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
     """Checks that experts can be compiled: one grouped product, in bf16, with rows that are multiples of 16 bytes."""
     moe = getattr(job.model, "moe", None)

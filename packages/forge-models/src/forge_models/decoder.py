@@ -15,6 +15,7 @@ from forge_models.blocks.attention_chunks import chunk_numbers, chunk_of
 from forge_models.blocks.block import Block, MTPModules
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
+from forge_models.blocks.layer_inputs import LayerInputs
 from forge_models.blocks.layers import Embedding
 from forge_models.blocks.lora import adapter_names
 from forge_models.blocks.moe.layer import observe_all
@@ -45,8 +46,8 @@ class Decoder(nn.Module):
     A factory (shape, layer) -> module builds blocks, which are called like `Block`; `reads` of a block names the further inputs
     that it receives (`token_mask`, `tokens`, and those that a subclass adds in `enter`).
 
-    `embed`, `positions`, `merge`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under their own
-    names): a pipeline part is this module without the rest. The first part takes tokens, later ones hidden states.
+    `embed`, `positions`, `layer_inputs`, `merge`, `norm`, `head` and `mtp` may be None and `blocks` may have fewer entries (under
+    their own names): a pipeline part is this module without the rest. The first part takes tokens, later ones hidden states.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset()
@@ -72,6 +73,8 @@ class Decoder(nn.Module):
         self.positions: LearnedPositions | None = None
         if shape.learned_positions:
             self.positions = LearnedPositions(shape.max_length, shape.dim, shape.init_std)
+        inputs = shape.layer_inputs
+        self.layer_inputs: LayerInputs | None = None if inputs is None else LayerInputs(inputs, shape.context(0))
         self.blocks = nn.ModuleDict({str(layer): block(shape, layer) for layer in range(shape.layers)})
         self.merge: StreamWeights | None = None if shape.streams is None else StreamWeights(shape)
         self.norm: nn.Module | None = norm.build(shape.dim)
@@ -173,6 +176,8 @@ class Decoder(nn.Module):
             with scope("", self):
                 tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
         x, shared = self.enter(x, tokens, documents, extras, cache)
+        if self.layer_inputs is not None and tokens is not None:
+            shared["layer_inputs"] = self.layer_inputs(x, tokens)
         if self.positions is not None:
             x = self.positions(x, positions if positions.dim() == 2 else positions.unsqueeze(0))
         if self.embed is not None and self.shape.streams is not None:
@@ -278,16 +283,30 @@ class Decoder(nn.Module):
         shared: dict[str, Any],
     ) -> Tensor:
         observed: list[tuple[Any, Tensor]] = []
+        given: dict[str, Any] = {}
         block: Any
         for name, block in self.blocks.items():
             rotation = rotations[self._rotary(block)]
             further = {key: shared.get(key) for key in getattr(block, "reads", ())}
+            if (kind := getattr(block, "takes", None)) is not None:
+                if kind not in given:
+                    raise ValueError(
+                        f"model.attention.shared_kv_layers: block {name} takes keys and values of a block on another stage of "
+                        "the pipeline; set parallel.pp = 1"
+                    )
+                further["key_values"] = given[kind]
+            if "layer_input" in further:
+                if "layer_inputs" not in shared:
+                    raise ValueError("model.layer_inputs are made on the first stage of a pipeline only; set parallel.pp = 1")
+                further["layer_input"] = shared["layer_inputs"][:, :, int(name)]
             with scope(f"blocks.{name}.", self):
                 layer_cache = None if cache is None else cache.layers[name]
                 x = block(x, rotation, masks.get(_mask_key(block)), layer_cache, **further)
                 if not isinstance(x, tuple):
                     continue
                 x, router_stats, *attention_stats = x
+                if (kind := getattr(block, "gives", None)) is not None:
+                    given[kind] = attention_stats.pop()
             if attention_stats:
                 block.observe(None, *attention_stats)
             if router_stats is not None:
@@ -421,7 +440,7 @@ class Decoder(nn.Module):
             blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
             units=shape.units,
             ties=dict.fromkeys(copies, TABLE),
-            entry=tuple(name for name in ("embed", "positions") if self._has(name)),
+            entry=tuple(name for name in ("embed", "positions", "layer_inputs") if self._has(name)),
             exit=tuple(name for name in ("merge", "norm", "head", "mtp") if self._has(name)),
             whole_rows=shape.whole_rows,
             whole_stream=shape.whole_stream,

@@ -41,9 +41,10 @@ class Counts:
     """Counts of one decoder.
 
     Attributes:
-        embedding: weights of the token table (also the head's when tied), of learned positions, and of tables of values.
+        embedding: weights of the token table (also the head's when tied), of learned positions, of tables of values, and of what
+            makes the inputs of layers.
         attention: weights of all attention projections and their norms.
-        mlp: weights of all feed-forward layers, including all experts and routers.
+        mlp: weights of all feed-forward layers, including all experts and routers, and of what lets inputs of layers in.
         norms: weights of the norms of blocks and of the final norm, and of what mixes residual streams.
         head: weights of the output projection; 0 when tied.
         matrix: weights in matrix products for one token, including the head even if tied.
@@ -197,7 +198,11 @@ def _part(name: str) -> str:
         return "embedding"
     if first == "blocks" and rest[1] in ("attention", "mlp"):
         return rest[1]
-    return {"embed": "embedding", "positions": "embedding", "head": "head", "mtp": "mtp"}.get(first, "norms")
+    if first == "blocks" and rest[1] == "layer_input":
+        return "mlp"
+    return {"embed": "embedding", "positions": "embedding", "layer_inputs": "embedding", "head": "head", "mtp": "mtp"}.get(
+        first, "norms"
+    )
 
 
 def _matrix_products(shape: DecoderShape) -> Counter[str]:
@@ -210,6 +215,8 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
         products[path.partition(".")[0]] += prod(matrix.shape)
     for settings in filter(None, map(shape.value_embeddings, range(shape.layers))):
         products["blocks"] += shape.kv_heads * settings.gate_channels
+    if shape.layer_inputs is not None:
+        products["blocks"] += shape.dim * shape.layers * shape.layer_inputs.dim
     if shape.moe is not None:
         for path, matrix in experts.items():
             products[path.partition(".")[0]] += shape.moe.top_k * prod(matrix.shape)

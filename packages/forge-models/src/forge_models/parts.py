@@ -40,6 +40,7 @@ PARTS = {
         "experts_compile": "forge_models.checks:experts_compile",
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
+        "layers_share_a_stage": "forge_models.checks:layers_share_a_stage",
         "objective_fits": "forge_models.checks:objective_fits",
     },
     "forge.converters": {

@@ -296,6 +296,14 @@ class MoEShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInputsShape:
+    """Inputs of layers besides the residual stream. The fields are those of `[model.layer_inputs]`."""
+
+    dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderShape:
     """Shape of a decoder. The fields are those of `[model]`; None means no cap and no experts, and 0 labels a head of words.
     Parts are components, whose modules are built with a `BlockContext`."""
@@ -330,6 +338,7 @@ class DecoderShape:
     attention_only: tuple[int, ...] = ()
     layer_scalar: bool = False
     streams: Streams | None = None
+    layer_inputs: LayerInputsShape | None = None
 
     @property
     def blocks(self) -> int:
@@ -368,6 +377,7 @@ class DecoderShape:
 
     def context(self, layer: int) -> BlockContext:
         """Returns the context that the components of block `layer` receive."""
+        ffn_factor_at: Any = getattr(self.attention, "ffn_factor_at", lambda *_: 1)
         return BlockContext(
             dim=self.dim,
             layers=self.layers,
@@ -375,7 +385,7 @@ class DecoderShape:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            ffn_dim=self.ffn_dim,
+            ffn_dim=self.ffn_dim * ffn_factor_at(layer, self.layers),
             max_length=self.max_length,
             rope=self.rope,
             init_std=self.init_std,
@@ -459,6 +469,10 @@ class DecoderShape:
                 hidden[f"{depth}.projection"] = Matrix((self.dim, 2 * self.dim), ("embed", None))
                 block = f"{depth}.block"
             hidden |= {f"{block}.attention.{name}": matrix for name, matrix in attention.matrices(context).items()}
+            if self.layer_inputs is not None and layer < self.layers:
+                width = self.layer_inputs.dim
+                hidden[f"{block}.layer_input.gate"] = Matrix((width, self.dim), (None, "embed"))
+                hidden[f"{block}.layer_input.projection"] = Matrix((self.dim, width), ("embed", None))
             moe = self.moe
             if not self.has_feed_forward(layer):
                 continue
@@ -489,4 +503,6 @@ class DecoderShape:
         tables = (self.vocab_size + head) * self.dim
         tables += self.max_length * self.dim if self.learned_positions else 0
         tables += sum(map(bool, map(self.value_embeddings, range(layers)))) * self.vocab_size * self.kv_heads * self.head_dim
+        if (inputs := self.layer_inputs) is not None:
+            tables += layers * inputs.dim * (inputs.vocab_size + 3 * self.dim)
         return tables + layers * each + feed_forward

@@ -116,6 +116,8 @@ def direct_logit_attribution(
         raise InterpError("a cap on logits is not linear, so a logit is not a sum over parts")
     if shape.layer_scalar:
         raise InterpError("model.layer_scalar = true scales the stream between blocks, so a logit is not a sum over parts")
+    if shape.layer_inputs is not None:
+        raise InterpError("model.layer_inputs add to the stream of each block, which is not split; choose a model without them")
     names = ["embeddings", "*.attention.heads", "*.attention.added", "*.mlp.added", "residual", "norm"]
     with capture(model, names, positions=position) as seen:
         model(tokens)

@@ -250,8 +250,7 @@ def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window:
         return seen if documents is None or key_documents is None else seen & (documents[b, q] == key_documents[b, k])
 
     rows = None if documents is None else documents.shape[0]
-    lengths = len(places), len(key_places)
-    return _compiled("create_block_mask")(sees, rows, None, *lengths, device=places.device)
+    return _compiled("create_block_mask")(sees, rows, None, len(places), len(key_places), device=places.device)
 
 
 def flex(
@@ -466,6 +465,10 @@ class Attention(nn.Module):
         q, k = tap("attention.q", q), tap("attention.k", k)
         if cache is not None:
             k, v = cache.update(k, v)
+        return self.scored(q, k, v, attention_mask, gate)
+
+    def scored(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, gate: Tensor | None = None) -> Tensor:
+        """Attends with rotated q and k, of which the cache's are a part; otherwise like `attend`."""
         options: dict[str, Any] = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
         if self.sinks is not None:
             options["sinks"] = self.sinks

@@ -23,6 +23,7 @@ from forge_core.protocols.model import LossTerms
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models.autograd import with_gradient_of
 from forge_models.blocks.cache import LayerCache
+from forge_models.blocks.layer_inputs import LayerInput
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.moe.layer import ExpertLayer
 from forge_models.blocks.rope import Rotation
@@ -38,7 +39,8 @@ class Block(nn.Module):
     second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
     With a `shared_norm` too, both parts read what one norm makes. Experts with `branch_norms` read the stream itself. A `sparse`
     block has experts instead of the feed-forward layer.
-    `attention_only` blocks end behind the attention. With a `layer_scalar`, the sum is multiplied with the buffer `scalar`.
+    `attention_only` blocks end behind the attention. `layer_input` adds what the vector of a layer lets in. With a
+    `layer_scalar`, the sum is multiplied with the buffer `scalar`.
 
     With several residual streams, `x` is (B, T, streams, dim), and connections (`forge_models.blocks.streams`) read the input of
     each part from the streams and add its output to them, in place of x and +.
@@ -69,10 +71,15 @@ class Block(nn.Module):
         self.embeds_values: bool = getattr(self.attention, "reads_tokens", False)
         wanted = {"token_mask": self.sparse or self.indexed, "tokens": self.sparse or self.embeds_values}
         self.reads = tuple(name for name, reads in wanted.items() if reads)
+        self.takes: str | None = getattr(self.attention, "takes", None)
+        self.gives: str | None = getattr(self.attention, "gives", None)
         self.mlp: nn.Module | None = None
         if whole:
             self.mlp = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after and whole else None
+        inputs = shape.layer_inputs if layer < shape.layers else None
+        self.layer_input: LayerInput | None = None if inputs is None else LayerInput(inputs, context, mlp.activation)
+        self.reads += () if inputs is None else ("layer_input",)
         self.register_buffer("scalar", torch.full((1,), nan) if shape.layer_scalar else None)
         self.attention_streams = StreamConnection(shape) if shape.streams is not None else None
         self.mlp_streams = StreamConnection(shape) if shape.streams is not None and whole else None
@@ -85,9 +92,12 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        key_values: tuple[Tensor, Tensor] | None = None,
+        layer_input: Tensor | None = None,
+    ) -> Tensor | tuple[Any, ...]:
         """(B, T, dim) -> (B, T, dim); a sparse block also returns its router statistics, and one whose attention has an indexer
-        both router statistics, which may be None, and those of the attention.
+        both router statistics, which may be None, and those of the attention. One whose attention `gives` returns router
+        statistics, which may be None, and keys and values.
 
         Args:
             x: residual stream, or streams (B, T, streams, dim).
@@ -96,24 +106,26 @@ class Block(nn.Module):
             cache: keys and values of earlier tokens.
             token_mask: (B, T) False for padding; used by sparse blocks and by indexers only.
             tokens: (B, T) token ids, for routers that need them, and for attention with value embeddings.
+            key_values: keys and values of an earlier layer, if the attention `takes` them.
+            layer_input: (B, T, d) the vector of each token for this layer, if the model has them.
         """
         x = tap("residual", x)
         read, weights = _read(x, self.attention_streams)
         normed = _normed(read, self.attention_norm)
         arguments = (normed, rotation, attention_mask, cache)
-        seen: tuple[Tensor | None, ...] = ()
-        if self.indexed:
-            inner, statistics = self.attention(*arguments, token_mask)
-            seen = (statistics,)
+        seen: tuple[Any, ...] = ()
+        if self.indexed or self.gives is not None:
+            inner, further = self.attention(*arguments, token_mask) if self.indexed else self.attention(*arguments)
+            seen = (further,)
         elif self.embeds_values:
             inner = self.attention(*arguments, tokens)
         else:
-            inner = self.attention(*arguments)
+            inner = self.attention(*arguments) if self.takes is None else self.attention(*arguments, key_values)
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.mlp is None:
-            x = self._leave(_added(x, added, weights))
-            return (x, None, *seen) if self.indexed else x
+            x = self._leave(_added(x, added, weights), layer_input)
+            return (x, None, *seen) if seen else x
         if self.parallel:
             inner, x = normed if self.shares_norm else _normed(x, self.mlp_norm), x + added
         else:
@@ -121,10 +133,10 @@ class Block(nn.Module):
             read, weights = _read(x, self.mlp_streams)
             inner = _normed(read, self.mlp_norm)
         if not self.sparse:
-            x = self._end(x, self.mlp(inner), weights)
-            return (x, None, *seen) if self.indexed else x
+            x = self._end(x, self.mlp(inner), weights, layer_input)
+            return (x, None, *seen) if seen else x
         inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)
-        return self._end(x, inner, weights), router_stats, *seen
+        return self._end(x, inner, weights, layer_input), router_stats, *seen
 
     def observe(self, router_stats: Tensor | None, attention_stats: Tensor | None = None) -> None:
         """Passes what a forward returned besides the residual stream to the modules whose statistics it is."""
@@ -135,11 +147,13 @@ class Block(nn.Module):
         if self.indexed:
             attention.observe(attention_stats)
 
-    def _end(self, x: Tensor, inner: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    def _end(self, x: Tensor, inner: Tensor, weights: tuple[Tensor, ...], layer_input: Tensor | None) -> Tensor:
         added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm))
-        return self._leave(_added(x, added, weights))
+        return self._leave(_added(x, added, weights), layer_input)
 
-    def _leave(self, x: Tensor) -> Tensor:
+    def _leave(self, x: Tensor, layer_input: Tensor | None) -> Tensor:
+        if self.layer_input is not None:
+            x = self.layer_input(x, layer_input)
         return tap("residual_after", x if self.scalar is None else x * self.scalar.to(x.dtype))
 
     def _scaled(self, inner: Tensor, norm: nn.Module | None) -> Tensor:

@@ -60,6 +60,11 @@ class GQA(Component):
     """Whether each head of v is divided by its root mean square, with the `eps` of the model's norm and without a weight."""
     keys_as_values: Literal["none", "global", "all"] = "none"
     """Layers without `v_proj`, whose values are the projected keys before their norm and rotation."""
+    shared_kv_layers: Annotated[int, Ge(0)] = 0
+    """Number of last layers without keys and values of their own: each attends to those of the last layer before them of its
+    kind, local or global (YOCO, Sun et al., 2024; Gemma 4). Not with a pipeline."""
+    shared_kv_ffn_factor: Annotated[int, Ge(1)] = 1
+    """Factor on the width of the feed-forward layers of these layers, which have fewer weights otherwise (Gemma 4 E2B: 2)."""
     nope_every: Annotated[int, Gt(0)] | None = None
     """Every n-th layer (the n-th, the 2n-th, ...) has no rotary positions (Yang et al., 2025; SmolLM3: 4)."""
     nope_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -97,12 +102,22 @@ class GQA(Component):
             raise ValueError("global_head_dim and global_kv_heads need a window; without one set head_dim and kv_heads")
         if self.window is None and self.keys_as_values == "global":
             raise ValueError("keys_as_values = 'global' needs a window; without one every layer is global: set 'all'")
+        if self.shared_kv_ffn_factor != 1 and not self.shared_kv_layers:
+            raise ValueError("shared_kv_ffn_factor needs shared_kv_layers; set both, or neither")
+        if not self.causal and self.shared_kv_layers:
+            raise ValueError("causal = false does not support shared_kv_layers; remove one")
         if (self.temperature is None) != (self.temperature_length is None):
             raise ValueError("temperature and temperature_length need each other; set both, or neither")
         if self.temperature is None and (self.temperature_shift or self.temperature_layers != "all"):
             raise ValueError("temperature_shift and temperature_layers need a temperature; set one, or remove them")
         if self.value_embeddings is not None:
-            others = {"v_norm": False, "keys_as_values": "none", "global_head_dim": None, "global_kv_heads": None}
+            others = {
+                "v_norm": False,
+                "keys_as_values": "none",
+                "global_head_dim": None,
+                "global_kv_heads": None,
+                "shared_kv_layers": 0,
+            }
             if used := [name for name, value in others.items() if getattr(self, name) != value]:
                 raise ValueError(f"value_embeddings does not support {used[0]}; remove one of them")
         if not self.causal and self.chunk is not None:
@@ -162,6 +177,14 @@ class GQA(Component):
         for name in ("global_head_dim", "global_kv_heads"):
             if getattr(self, name) is not None and not any(self._is_global(layer) for layer in range(context.layers)):
                 raise ValueError(f"{name} needs global layers; set global_every or global_layers, or remove it")
+        if self.shared_kv_layers >= context.layers:
+            raise ValueError(f"shared_kv_layers {self.shared_kv_layers} must be fewer than the model's {context.layers} layers")
+        own = context.layers - self.shared_kv_layers
+        missing = {self._kind(layer) for layer in range(own, context.layers)} - {self._kind(layer) for layer in range(own)}
+        if missing:
+            raise ValueError(
+                f"shared_kv_layers {self.shared_kv_layers} leaves no {missing.pop()} layer with keys and values; lower it"
+            )
         if self.global_kv_heads is not None and context.heads % self.global_kv_heads:
             raise ValueError(f"global_kv_heads {self.global_kv_heads} must divide heads {context.heads}")
         widths = {"head_dim": context.head_dim, "global_head_dim": self.global_head_dim}
@@ -182,6 +205,27 @@ class GQA(Component):
 
     def _is_global(self, layer: int) -> bool:
         return self.window is not None and self.window_at(layer) is None
+
+    def _kind(self, layer: int) -> str:
+        return "global" if self.window_at(layer) is None else "local"
+
+    def takes(self, layer: int, layers: int) -> str | None:
+        """Returns the kind of the keys and values that layer `layer` of a model with `layers` layers takes from an earlier one of
+        this kind; None if it has its own."""
+        return self._kind(layer) if layers - self.shared_kv_layers <= layer < layers else None
+
+    def gives(self, layer: int, layers: int) -> str | None:
+        """Returns the kind of the layers that take the keys and values of layer `layer`; None if none does."""
+        own, kind = layers - self.shared_kv_layers, self._kind(layer)
+        if not self.shared_kv_layers or layer >= own:
+            return None
+        later = any(self._kind(other) == kind for other in range(layer + 1, own))
+        taken = any(self._kind(other) == kind for other in range(own, layers))
+        return kind if taken and not later else None
+
+    def ffn_factor_at(self, layer: int, layers: int) -> int:
+        """Returns the factor on the width of the feed-forward layer of layer `layer`."""
+        return 1 if self.takes(layer, layers) is None else self.shared_kv_ffn_factor
 
     def of_layer(self, context: BlockContext) -> BlockContext:
         """Returns the context with the sizes of heads of its layer."""
@@ -210,11 +254,11 @@ class GQA(Component):
         """Returns the linear layers by name."""
         context = self.of_layer(context)
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
-        keys = Matrix((kv_heads, context.dim), ("kv_heads", "embed"))
+        keys, own = Matrix((kv_heads, context.dim), ("kv_heads", "embed")), self.takes(context.layer, context.layers) is None
         return {
             "q_proj": Matrix((2 * heads if self.output_gate else heads, context.dim), ("heads", "embed")),
-            "k_proj": keys,
-            **({"v_proj": keys} if self.has_values(context.layer) else {}),
+            **({"k_proj": keys} if own else {}),
+            **({"v_proj": keys} if own and self.has_values(context.layer) else {}),
             "o_proj": Matrix((context.dim, heads), ("embed", "heads")),
         }
 
@@ -249,12 +293,13 @@ class GQA(Component):
             from forge_models.blocks.value_embeddings import ValueEmbeddedAttention
 
             return ValueEmbeddedAttention(context, settings, **options)
-        if self.v_norm or self.keys_as_values != "none":
+        takes, gives = self.takes(context.layer, context.layers), self.gives(context.layer, context.layers)
+        if self.v_norm or self.keys_as_values != "none" or takes or gives:
             from forge_models.blocks.reuse import ReusingAttention
 
             eps = getattr(context.norm, "eps", 1e-6) if self.v_norm else None
             equal = not self.has_values(context.layer)
-            return ReusingAttention(context, v_norm=eps, keys_as_values=equal, **options)
+            return ReusingAttention(context, v_norm=eps, keys_as_values=equal, takes=takes, gives=gives, **options)
         return Attention(context, **options)
 
 

@@ -13,7 +13,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
-from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, NormPlacement, Rope, Streams
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, LayerInputsShape, NormPlacement, Rope, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +40,19 @@ class MTPConfig:
     labels."""
     schedule: Annotated[Component | None, Slot("forge.schedules")] = None
     """Factor on `weight` over the run, such as { name = "multi_step", at = [0.68], factors = [0.333] }; 1 when absent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputsConfig:
+    """Per-layer embeddings: a second table has a small vector of each token for each layer, to which a projection of the embedded
+    token is added; a gate in each block lets it into the stream (Gemma 3n, Gemma 4)."""
+
+    key_class: ClassVar = IDENTITY
+
+    dim: Annotated[int, Gt(0)] = 256
+    """Width of the vector of one layer."""
+    vocab_size: Annotated[int, Gt(1)] | None = None
+    """Number of rows of the table, at least the model's `vocab_size`, which it is when absent."""
 
 
 FFN_MULTIPLE = 64
@@ -101,6 +114,8 @@ class DecoderConfig(Component):
     trained: 1 in a new model (Gemma 4)."""
     streams: Annotated[Streams | None, Feature("streams", unless=None, plane="model")] = None
     """Several residual streams that each part of a block mixes; one, to which parts are added, when absent."""
+    layer_inputs: LayerInputsConfig | None = None
+    """Per-layer embeddings; none when absent. Not with a pipeline."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
@@ -146,6 +161,8 @@ class DecoderConfig(Component):
             replace(small, attention_only=(0,)),
             replace(small, layer_scalar=True),
             replace(small, streams=Streams(count=2, sinkhorn=3)),
+            replace(small, layer_inputs=LayerInputsConfig(dim=6, vocab_size=44)),
+            replace(small, layers=4, attention=GQA(shared_kv_layers=2, shared_kv_ffn_factor=2)),
             replace(small, mtp=MTPConfig(depth=2), logit_multiplier=0.25),
             replace(small, lora=LoRAConfig(rank=2)),
             replace(small, labels=("a", "b", "c"), tied_embeddings=True),
@@ -171,6 +188,8 @@ class DecoderConfig(Component):
                 check(shape.context(0))
         if self.labels:
             self._check_labels()
+        if shape.layer_inputs is not None:
+            self._check_layer_inputs(shape, shape.layer_inputs)
         if self.mtp is not None and not shape.causal:
             raise ValueError(
                 "attention.causal = false does not support [model.mtp], because a token already sees those that MTP modules "
@@ -202,7 +221,19 @@ class DecoderConfig(Component):
             raise ValueError("streams does not support [model.mtp], whose modules read one residual stream; remove one")
         if self.layer_scalar:
             raise ValueError("streams does not support layer_scalar, a factor of one residual stream; remove one")
+        if self.layer_inputs is not None:
+            raise ValueError("streams does not support layer_inputs, which enter one residual stream; remove one")
+        if getattr(shape.attention, "shared_kv_layers", 0):
+            raise ValueError("streams is not proven with attention.shared_kv_layers; remove one")
         self.streams.resolved_norm_eps(shape.norm)
+
+    def _check_layer_inputs(self, shape: DecoderShape, inputs: LayerInputsShape) -> None:
+        if inputs.vocab_size < self.vocab_size:
+            raise ValueError(f"layer_inputs.vocab_size {inputs.vocab_size} must be at least vocab_size {self.vocab_size}")
+        if not isinstance(getattr(shape.mlp, "activation", None), str):
+            raise ValueError(f"layer_inputs need the activation of the mlp, and {type(shape.mlp).__name__} has none of one input")
+        if type(self) is not DecoderConfig:
+            raise ValueError(f"layer_inputs are of text only, but this is a {type(self).__name__}; remove [model.layer_inputs]")
 
     def _check_lora(self, lora: LoRAConfig, shape: DecoderShape) -> None:
         if self.mtp is not None:
@@ -245,6 +276,9 @@ class DecoderConfig(Component):
             raise ValueError(
                 f"moe gives no layer experts: first_dense {moe.first_dense} and every {moe.every}{also} exclude all {self.layers}"
             )
+        wider: Any = getattr(shape.attention, "ffn_factor_at", lambda *_: 1)
+        if any(shape.has_experts(layer) and wider(layer, self.layers) != 1 for layer in range(self.layers)):
+            raise ValueError("attention.shared_kv_ffn_factor has no effect on layers with experts; set it to 1, or remove moe")
         if moe.branch_norms and self.shared_norm:
             raise ValueError("moe.branch_norms does not support shared_norm, because its experts read the stream; remove one")
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
@@ -282,6 +316,7 @@ class DecoderConfig(Component):
             attention_only=self.attention_only,
             layer_scalar=self.layer_scalar,
             streams=self.streams,
+            layer_inputs=self._layer_inputs,
             embed_multiplier=self.embed_multiplier,
             residual_multiplier=self.residual_multiplier,
             logit_multiplier=self.logit_multiplier,
@@ -295,6 +330,12 @@ class DecoderConfig(Component):
             mtp_schedule=None if self.mtp is None else self.mtp.schedule,
             labels=len(self.labels),
         )
+
+    @property
+    def _layer_inputs(self) -> LayerInputsShape | None:
+        if (inputs := self.layer_inputs) is None:
+            return None
+        return LayerInputsShape(dim=inputs.dim, vocab_size=inputs.vocab_size or self.vocab_size)
 
     def _default_ffn_dim(self, mlp: Component) -> int:
         """Returns 4 * dim for an MLP with two matrices, and 8/3 * dim, rounded up to a multiple of 64, for one with three: both

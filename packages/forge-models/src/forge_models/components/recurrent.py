@@ -179,6 +179,8 @@ class Hybrid(Component):
         tables: Any = getattr(self.full, "value_embeddings", None)
         if wrong := [layer for layer in (() if tables is None else tables.layers) if not self.is_full(layer)]:
             raise ValueError(f"full.value_embeddings.layers {wrong} are recurrent and have no values; leave them out")
+        if getattr(self.full, "shared_kv_layers", 0):
+            raise ValueError("full.shared_kv_layers does not go with recurrent layers, which have no keys to share; set it to 0")
         for part in (self.recurrent, self.full):
             check: Any = getattr(part, "check", None)
             if check is not None:

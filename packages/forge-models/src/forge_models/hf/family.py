@@ -25,7 +25,7 @@ class Family(ABC):
         model_type, architecture: names in `config.json`.
         defaults: values of absent keys, as in the reference implementation.
         ignores: keys without effect, with their allowed values; see `forge_models.hf.config`.
-        parts: part of a block -> its name in a layer.
+        parts: part of a block, or part.module, -> its name in a layer.
         outside: names of tensors outside the blocks, where they differ from those of `forge_models.hf.names`.
         layers: name of the list of layers.
         matrices: our matrix -> its name in a part of a layer, if they differ.
@@ -75,6 +75,11 @@ class Family(ABC):
         """Returns the name that Forge writes for a tensor that a checkpoint may have under another name."""
         del decoder
         return name
+
+    def skipped(self, decoder: DecoderConfig) -> tuple[str, ...]:
+        """Returns the beginnings of names of tensors that checkpoints may have but the model does not use."""
+        del decoder
+        return ()
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
     fields += ("parallel_residual", "shared_norm", "embed_multiplier", "residual_multiplier", "logit_multiplier", "labels")
     fields += ("layer_scalar",)
     fields += ("streams",)
-    result: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
+    result: dict[str, Any] = {name: getattr(decoder, name) for name in fields} | {"layer_inputs": decoder.shape.layer_inputs}
     result |= {"attention_only": tuple(sorted(set(decoder.attention_only)))}
     result |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
@@ -152,7 +157,7 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
         result |= _heads(decoder, attention) | {"attention.windows": windows_of(decoder)}
         result["attention.nope"] = tuple(layer for layer in range(decoder.layers) if not attention.rotates_at(layer))
         layers = dict.fromkeys(("global_every", "global_layers", "nope_every", "nope_layers"))
-        heads = dict.fromkeys(("global_head_dim", "global_kv_heads"))
+        heads: dict[str, Any] = dict.fromkeys(("global_head_dim", "global_kv_heads"))
         attention = replace(attention, keys_as_values="none", **heads)
         chunk = attention.chunk if any(result["attention.windows"]) else None
         if all(attention.rotates_at(layer) for layer in range(decoder.layers)) and attention.temperature_layers == "nope":

@@ -184,6 +184,9 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
             raise KeyError(name)
         return TensorPlace(shape, (f"{prefix}.{theirs}",))
     rows: tuple[int, ...] = ()
+    named, _, end = rest.partition(".")
+    if (theirs := family.parts.get(f"{part}.{named}")) is not None:
+        return TensorPlace(shape, (f"{prefix}.{theirs}.{end}",))
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, Hybrid) and not attention.is_full(int(layer)):
         return _recurrent(family, decoder, attention.recurrent, f"{prefix}.{family.recurrent}", rest, shape)

@@ -249,8 +249,8 @@ class Folder(CheckpointTensors):
     def _left(self, places: Mapping[str, TensorPlace], mtp: tuple[str, ...]) -> set[str]:
         """Returns the stored names that no place uses and that may not be skipped."""
         known = {theirs for place in places.values() for theirs in place.names}
-        derived = (*DERIVED, *self.family.derived)
-        left = {name for name in set(self.names) - known if not name.endswith(derived) and not name.startswith(mtp)}
+        derived, skipped = (*DERIVED, *self.family.derived), (*mtp, *self.family.skipped(self.model))
+        left = {name for name in set(self.names) - known if not name.endswith(derived) and not name.startswith(skipped)}
         named = {**OUTSIDE, **self.family.outside}
         if self.model.tied_embeddings and (head := named["head.weight"]) in left:
             left.remove(head)

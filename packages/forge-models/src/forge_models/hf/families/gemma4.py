@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import DecoderConfig
+from forge_models.components.decoder import DecoderConfig, LayerInputsConfig
 from forge_models.components.experts import MoEConfig, NormedTopKConfig
 from forge_models.components.layers import GeGLU
 from forge_models.hf.config import ANY_VALUE, Keys
@@ -32,6 +32,16 @@ FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 EQUAL = "attention_k_eq_v"
 """Key that says whether global layers take their values from their keys, and have as many of both as `HEADS` says."""
 
+VECTORS, ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+"""Keys of the vectors of layers and of their table (`LayerInputsConfig`)."""
+SHARED, WIDER = "num_kv_shared_layers", "use_double_wide_mlp"
+"""Keys of the last layers without keys and values, and of the width of their feed-forward layers."""
+INPUTS = {
+    "layer_input.gate": "per_layer_input_gate",
+    "layer_input.projection": "per_layer_projection",
+    "layer_input.norm": "post_per_layer_input_norm",
+}
+"""Module of a block -> its name in a layer."""
 SPARSE, TOP_K, WIDTH_OF_EXPERTS = "enable_moe_block", "top_k_experts", "moe_intermediate_size"
 """Keys of the experts beside the feed-forward layer of every block."""
 OTHERS = MappingProxyType(
@@ -64,8 +74,10 @@ class Gemma4(Family):
         WIDTH: 512,
         HEADS: None,
         EQUAL: False,
-        "hidden_size_per_layer_input": 256,
-        "num_kv_shared_layers": 0,
+        VECTORS: 256,
+        ROWS: 262144,
+        SHARED: 0,
+        WIDER: False,
         SPARSE: False,
         "num_experts": None,
         TOP_K: None,
@@ -73,10 +85,15 @@ class Gemma4(Family):
     }
     ignores: ClassVar = {
         "use_bidirectional_attention": (None, "vision"),  # of images only
-        **dict.fromkeys(("vocab_size_per_layer_input", "use_double_wide_mlp"), ANY_VALUE),
+        **dict.fromkeys((ROWS, WIDER), ANY_VALUE),  # without `VECTORS` and `SHARED`
         **dict.fromkeys(("num_experts", TOP_K, WIDTH_OF_EXPERTS), ANY_VALUE),  # without `SPARSE`
     }
-    parts: ClassVar = {**SANDWICH, "scalar": "layer_scalar"}
+    parts: ClassVar = {**SANDWICH, **INPUTS, "scalar": "layer_scalar"}
+    outside: ClassVar = {
+        "layer_inputs.table.weight": "model.embed_tokens_per_layer.weight",
+        "layer_inputs.projection.weight": "model.per_layer_model_projection.weight",
+        "layer_inputs.norm.weight": "model.per_layer_projection_norm.weight",
+    }
     experts: ClassVar = ExpertNames(part="", router="router.proj", shared="mlp", fused=True, others=OTHERS)
 
     def read(self, keys: Keys) -> dict[str, Any]:
@@ -88,9 +105,8 @@ class Gemma4(Family):
             fields |= {"head_dim": heads.pop("global_head_dim", fields["head_dim"])}
             fields |= {"kv_heads": heads.pop("global_kv_heads", fields["kv_heads"])}
         equal = "none" if not keys.boolean(EQUAL) else "global" if local else "all"
-        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-            keys.only(key, 0)
-        attention = {**read_biases(keys), **local, **heads, "keys_as_values": equal, "qk_norm": "head", "v_norm": True}
+        shared = _shared(keys, types)
+        attention = {**read_biases(keys), **local, **heads, **shared, "keys_as_values": equal, "qk_norm": "head", "v_norm": True}
         return fields | {
             "norm_placement": "sandwich",
             "mlp": GeGLU(),
@@ -99,6 +115,7 @@ class Gemma4(Family):
             "moe": _experts(keys, fields) if keys.boolean(SPARSE) else None,
             "soft_cap": keys.number("final_logit_softcapping", optional=True) or None,
             "layer_scalar": True,
+            "layer_inputs": _layer_inputs(keys),
         }
 
     def write(self, decoder: DecoderConfig) -> dict[str, Any]:
@@ -112,11 +129,44 @@ class Gemma4(Family):
         written |= {TABLES: write_tables(decoder.rope), "final_logit_softcapping": decoder.soft_cap}
         written |= {WIDTH: getattr(attention, "global_head_dim", None) or decoder.shape.head_dim, HEADS: kv_heads}
         written[EQUAL] = getattr(attention, "keys_as_values", "none") != "none"
-        written |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, SPARSE: decoder.shape.moe is not None}
+        written |= {SHARED: getattr(attention, "shared_kv_layers", 0), WIDER: getattr(attention, "shared_kv_ffn_factor", 1) == 2}
+        inputs = decoder.shape.layer_inputs
+        written |= {VECTORS: 0} if inputs is None else {VECTORS: inputs.dim, ROWS: inputs.vocab_size}
+        written[SPARSE] = decoder.shape.moe is not None
         if (moe := decoder.shape.moe) is None:
             return written
         sizes = {"num_experts": moe.experts, TOP_K: moe.top_k, WIDTH_OF_EXPERTS: moe.ffn_dim}
         return written | sizes | {"intermediate_size": moe.shared * moe.ffn_dim}
+
+    def skipped(self, decoder: DecoderConfig) -> tuple[str, ...]:
+        """See `Family.skipped`: published files have keys and values of layers that take those of others."""
+        attention: Any = decoder.shape.attention
+        takers = [layer for layer in range(decoder.layers) if attention.takes(layer, decoder.layers)]
+        return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in takers for name in ("k_proj.", "v_proj.", "k_norm."))
+
+
+def _shared(keys: Keys, types: list[str]) -> dict[str, Any]:
+    """Reads the last layers without keys and values, and the factor on the width of their feed-forward layers."""
+    shared = keys.whole(SHARED)
+    own = types[: max(0, len(types) - shared)]
+    if any(kind not in own for kind in types):
+        keys.fault(SHARED, f"{shared} leaves no layer of some kind with keys and values of its own")
+        shared = 0
+    wider = keys.boolean(WIDER) if shared else False
+    if wider and keys.values.get(SPARSE) is True:
+        keys.fault(WIDER, f"is not implemented with {SPARSE}")
+    return {"shared_kv_layers": shared, "shared_kv_ffn_factor": 2 if wider else 1}
+
+
+def _layer_inputs(keys: Keys) -> LayerInputsConfig | None:
+    """Reads the width of the vectors of layers, and the number of rows of their table."""
+    width = keys.whole(VECTORS)
+    if not width:
+        return None
+    rows = keys.integer(ROWS)
+    if rows and rows < keys.integer("vocab_size"):
+        keys.fault(ROWS, f"{rows} is less than vocab_size {keys.integer('vocab_size')}, which is not implemented")
+    return keys.make(LayerInputsConfig, dim=width, vocab_size=rows)
 
 
 def _experts(keys: Keys, fields: Mapping[str, Any]) -> MoEConfig | None:
