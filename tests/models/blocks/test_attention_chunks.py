@@ -102,6 +102,33 @@ def test_prompts_of_different_lengths_are_continued_as_alone() -> None:
             ids.append(token)
 
 
+def test_starts_of_documents_are_not_those_of_chunks() -> None:
+    """A kernel for packed rows would let a chunk see the whole document."""
+    made: Any = model(layers=2, attention=GQA(chunk=SIZE, global_every=2))
+    told: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for name in ("0", "1"):
+        made.blocks[name].attention.core = Listener(made.blocks[name].attention.core, told, name)
+    documents, starts = torch.tensor([[0] * 12 + [1] * 4]), torch.tensor([0, 12], dtype=torch.int32)
+    positions = torch.cat((torch.arange(12), torch.arange(4)))[None]
+    made(tokens(1, 16), documents=documents, document_starts=starts, positions=positions)
+    assert told["1"][0] is documents and told["1"][1] is starts
+    assert told["0"][1] is None and len(set(told["0"][0][0].tolist())) == 4
+
+
+class Listener:
+    """A core that keeps the documents and starts that it is told."""
+
+    def __init__(self, inner: Any, told: dict[str, Any], name: str) -> None:
+        self.inner, self.told, self.name = inner, told, name
+
+    def prepare_packed(self, documents: torch.Tensor, starts: torch.Tensor | None, *rest: Any) -> Any:
+        self.told[self.name] = documents, starts
+        return self.inner.prepare_packed(documents, starts, *rest)
+
+    def __call__(self, *given: Any, **options: Any) -> torch.Tensor:
+        return self.inner(*given, **options)
+
+
 def test_mtp_modules_have_chunks_too() -> None:
     made: Any = model(mtp=MTPConfig(depth=1))
     assert made.mtp.depths["1"].block.attention.chunk == SIZE

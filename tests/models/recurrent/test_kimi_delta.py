@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from forge_models import DecoderConfig, initialize
+from forge_models.components.attentions import MLA, IndexedMLA
 from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import Hybrid
 from forge_models.flops import count_flops
 from forge_models.generation import generate
+from forge_models.shape import Rope
 from harness.closeness import wide
 from models.recurrent.test_mamba2 import SIZES, spread, tokens
 
@@ -120,3 +122,29 @@ def test_flops_are_those_of_the_products() -> None:
     full = 32 * (32 + 16 + 16 + 32)
     for length in (16, 256):
         assert counts.training(length) - dense.training(length) == 3 * 6 * (projections + state - full - 2 * 32 * length)
+
+
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+
+def latent(rotates: bool, rope: Rope) -> Any:
+    """A block of latent attention in fp64, whose parameters are spread."""
+    model = DecoderConfig(**SIZES | {"layers": 1, "kv_heads": None}, attention=MLA(**LATENT, rotates=rotates), rope=rope).build()
+    spread(model.double(), 3)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_latent_attention_without_rotation_has_no_positions() -> None:
+    """The order of earlier tokens, the base of angles and their scaling change nothing; with rotation all do."""
+    rows, scaled = tokens(2, 9), Rope(theta=50.0, scaling="yarn", factor=4.0, original_max_length=8, mscale_all_dim=0.7)
+    order = torch.tensor([4, 2, 7, 0, 1, 6, 3, 5, 8])
+    for rotates in (False, True):
+        plain = latent(rotates, Rope())(rows)[:, -1]
+        for other in (latent(rotates, Rope())(rows[:, order])[:, -1], latent(rotates, scaled)(rows)[:, -1]):
+            assert torch.allclose(other, plain, rtol=0, atol=1e-11) is not rotates
+
+
+def test_an_indexer_needs_rotation() -> None:
+    with pytest.raises(ValueError, match="rotates = false does not go with an indexer"):
+        IndexedMLA(**LATENT, q_lora_rank=7, index_heads=3, index_dim=6, top_k=2, rotates=False)
