@@ -20,20 +20,26 @@ COLUMNS = {
     "frozen": "frozen tower",
     "dp": "dp",
     "folder": "written folder",
+    "lora": "lora",
+    "tp": "tp",
 }
+OFFERED = ("lora", "tp")
+"""Columns of what a class that is trained may lack."""
 
 
 def table(document: Mapping[str, Any]) -> str:
     """Returns the records as Markdown: the classes that are trained, and those that are refused."""
     kinds = document["kinds"]
-    trained = {kind: one for kind, one in kinds.items() if all(one.get(key) is True for key in COLUMNS)}
+    trained = {kind: one for kind, one in kinds.items() if all(one.get(key) is True for key in COLUMNS if key not in OFFERED)}
     lines = [
         f"Of {len(kinds)} model types of transformers {document['transformers']}, {len(trained)} are trained:",
         "",
         f"| model_type | class | {' | '.join(COLUMNS.values())} |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
-    lines += [f"| {escaped(kind)} | {escaped(one['class'])} |{' yes |' * len(COLUMNS)}" for kind, one in trained.items()]
+    for kind, one in trained.items():
+        cells = ["yes" if one.get(key) is True else "no" for key in COLUMNS]
+        lines.append(f"| {escaped(kind)} | {escaped(one['class'])} | {' | '.join(cells)} |")
     lines += ["", "Refused:", "", "| model_type | class | |", "|---|---|---|"]
     for kind, one in kinds.items():
         if kind not in trained:

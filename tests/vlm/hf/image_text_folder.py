@@ -27,6 +27,13 @@ PLACEHOLDER = {"llava": "<image>", "idefics3": "<image>", "gemma3": "<image_soft
 
 def tokenizer_of(kind: str) -> Any:
     """Returns a tokenizer of bytes with the special tokens of a kind."""
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)] if kind == "idefics3" else []
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    return bytes_tokenizer(*TOKENS[kind], *rows, **(named if kind == "gemma3" else {}))
+
+
+def bytes_tokenizer(*special: str, **named: str) -> Any:
+    """Returns a tokenizer of bytes with special tokens, of which some have names for processors."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,10 +41,8 @@ def tokenizer_of(kind: str) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    rows = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)] if kind == "idefics3" else []
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*ENDS, *TOKENS[kind], *rows)])
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    more: dict[str, Any] = {"extra_special_tokens": named} if kind == "gemma3" else {}
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*ENDS, *special)])
+    more: dict[str, Any] = {"extra_special_tokens": named} if named else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", **more)
 
 

@@ -8,7 +8,7 @@ from forge_core.errors import Fault
 from forge_core.layout import Layout
 from forge_core.protocols.run import Job
 from forge_vlm.components.image_text import ImageTextConfig
-from forge_vlm.hf.image_text_classes import refusal
+from forge_vlm.hf.image_text_classes import offer_refusal, refusal
 
 PAGE = "docs/models/image-text.md lists the classes"
 SPLITS = {
@@ -29,6 +29,8 @@ def image_text_classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]
     if why := refusal(kind):
         yield Fault("model.config", why, hint=PAGE)
         return
+    if job.model.lora is not None and (why := offer_refusal(kind, "lora")):
+        yield Fault("model.lora", f"is not for model_type {kind!r}: {why}", hint=f"remove it; {PAGE}")
     for axis, reason in SPLITS.items():
         if (size := layout.size(axis)) > 1:
             what = f"= {size}, but a class with images is offered with data parallelism alone: {reason}"

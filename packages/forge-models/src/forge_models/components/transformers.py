@@ -137,9 +137,9 @@ class TransformersConfig(Component):
         found = record_of(self.model_type)
         packs = found is not None and found[1].get("packed") is True
         model = causal_lm.causal_lm(self.config, self.settings, drawn=self.weights_from == "draw", packs=packs)
-        return self._adapted(model)
+        return self.adapted(model)
 
-    def _adapted(self, model: Any) -> Any:
+    def adapted(self, model: Any) -> Any:
         """Returns a built model, with adapters if `lora` asks for them.
 
         Raises:

@@ -308,11 +308,11 @@ class Anatomy:
         body, rest, width, scale, soft_cap, why = None, (), 0, 1.0, None, ""
         for candidate in bodies:
             try:
-                scale, soft_cap = _head_of(module, candidate, head)
+                ratio, scale, soft_cap = head_of(module, candidate, head)
             except Unsupported as cause:
                 why = why or str(cause)
             else:
-                body, width, why = candidate, head.in_features, ""
+                body, width, scale, why = candidate, head.in_features, _exact(ratio) * _exact(scale), ""
                 break
         for candidate in bodies if why else ():
             try:
@@ -344,8 +344,14 @@ def _around(module: nn.Module, path: str) -> Iterator[nn.Module]:
         yield module.get_submodule(path)
 
 
-def _head_of(module: Any, base: Any, head: Any) -> tuple[float, float | None]:
-    """Returns the factor on the logits and their cap, from the class's own forward on given numbers.
+def head_of(module: Any, base: Any, head: Any, embedded: bool = False) -> tuple[float, float, float | None]:
+    """Returns factors on hidden states and on logits, and the cap of logits, from the class's own forward on given numbers.
+
+    Args:
+        module: the model.
+        base: what computes the hidden states.
+        head: projection to the vocabulary.
+        embedded: whether `base` gets embeddings, which the model makes outside of it.
 
     Raises:
         Unsupported: the model is not a body and a linear output layer without a bias, the output layer does not get the hidden
@@ -367,11 +373,13 @@ def _head_of(module: Any, base: Any, head: Any) -> tuple[float, float | None]:
         seen.append(x)
         return logits.clone()
 
-    tokens, weight = torch.zeros(2, 3, dtype=torch.int64), head._parameters["weight"]
+    weight = head._parameters["weight"]
+    given = {"inputs_embeds": torch.zeros(2, 3, head.in_features)} if embedded else {}
+    given = given or {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}
     with replaced((base, lambda *_, **__: Given(hidden)), (head, project)), torch.no_grad():
         head._parameters["weight"] = nn.Parameter(torch.zeros(1, head.in_features))  # some move hidden states to its device
         try:
-            out = module.forward(input_ids=tokens)
+            out = module.forward(**given)
         except Exception as cause:
             why = f"{type(cause).__name__}: {cause}"
             raise Unsupported(f"the forward of {name} is not a body followed by its output layer ({why})") from cause
@@ -380,20 +388,23 @@ def _head_of(module: Any, base: Any, head: Any) -> tuple[float, float | None]:
     found = getattr(out, "logits", None)
     if len(seen) != 1 or not isinstance(found, Tensor) or found.shape != logits.shape:
         raise Unsupported(f"{name} does not return the logits of its output layer")
-    given = seen[0].double()
-    if given.is_meta or given.shape != hidden.shape:
+    last = seen[0].double()
+    if last.is_meta or last.shape != hidden.shape:
         raise Unsupported(f"{name} computes logits from something else than the hidden states of its body")
-    ratio = float((given / hidden).mean())
-    if not torch.allclose(given, ratio * hidden, rtol=1e-6, atol=0):
+    ratio = float((last / hidden).mean())
+    if not torch.allclose(last, ratio * hidden, rtol=1e-6, atol=0):
         raise Unsupported(f"{name} changes the hidden states of its body before the output layer")
     found = found.double()
     cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
-    if cap is not None and torch.allclose(found, cap * (logits / cap).tanh(), rtol=1e-5, atol=1e-5):
-        return ratio, float(cap)
+    if cap is not None:
+        inner = cap * (found / cap).clamp(-0.999, 0.999).atanh()
+        scale = float((inner / logits).median())
+        if torch.allclose(found, cap * (scale * logits / cap).tanh(), rtol=1e-5, atol=1e-5):
+            return ratio, scale, float(cap)
     scale = float((found / logits).mean())
     if not torch.allclose(found, scale * logits, rtol=1e-6, atol=0):
         raise Unsupported(f"{name} changes the logits of its output layer by more than a factor or a soft cap")
-    return _exact(ratio) * _exact(scale), None
+    return ratio, scale, None
 
 
 def _rest_of(module: Any, base: Any) -> tuple[tuple[str, ...], int]:

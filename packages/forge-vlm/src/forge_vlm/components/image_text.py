@@ -83,7 +83,7 @@ class ImageTextConfig(TransformersConfig):
             raise Unsupported(MISSING)
         from forge_vlm.hf.image_text import image_text_model
 
-        return self._adapted(image_text_model(self.config, self.settings, self.patches, drawn=self.weights_from == "draw"))
+        return self.adapted(image_text_model(self.config, self.settings, self.patches, drawn=self.weights_from == "draw"))
 
     def image_arguments(self) -> "ImageArguments":
         """Returns the form in which the class takes images.

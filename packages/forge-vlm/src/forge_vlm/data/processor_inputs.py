@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_vlm.data.documents import BrokenRecord, Picture, Words
-from forge_vlm.hf.image_arguments import GRID, PATCHES, ImageArguments
+from forge_vlm.hf.image_arguments import CROPS, CUT, GRID, IN_ROWS, PATCHES, SIZED, ImageArguments
 from forge_vlm.images.tiling import Tiling
 
-KNOWN = frozenset({"pixel_values", "image_grid_thw", "pixel_attention_mask"})
+KNOWN = frozenset({"pixel_values", "image_grid_thw", "image_merge_sizes", "image_position_ids", "image_sizes"})
+KNOWN |= {"pixel_attention_mask", "spatial_shapes"}
 """Tensors of a processor that reach a class."""
 TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "num_crops"})
+TEXT |= {"num_soft_tokens_per_image", "image_rows", "image_cols", "batch_num_images", "labels"}
 """What a processor returns besides."""
 
 
@@ -100,29 +103,69 @@ class ProcessorInputs:
         if len(spans[0]) != 1:
             raise DataError(f"{name} does not say what it writes for an image; use a newer transformers, or another model")
         mask = found.get("pixel_attention_mask")
-        if mask is not None and not np.asarray(mask).all():
+        if mask is not None and self.arguments.kind not in IN_ROWS and not np.asarray(mask).all():
             raise DataError(
                 f"{name} pads tiles, which Forge does not pass to the model; set its max_image_size to a divisor of size"
             )
-        items = self._items(np.asarray(found["pixel_values"], dtype=np.float32), found.get("image_grid_thw"))
-        return Made(spans[0][0]["replacement"], items, self._counts(items))
+        text = spans[0][0]["replacement"]
+        items = self._items(np.asarray(found["pixel_values"], dtype=np.float32), found, text.count(self.token))
+        return Made(text, items, self._counts(items))
 
-    def _items(self, pixels: NDArray[np.float32], grid: Any) -> NDArray[np.float32]:
-        if self.arguments.kind == PATCHES:
-            most = self.shape[0] - 1
-            if len(pixels) > most:
-                raise BrokenRecord(
-                    f"has an image of {len(pixels)} patches, but a batch has room for {most}; raise model.patches, or lower the "
-                    "largest size of the processor in model.folder"
-                )
-            self._check(pixels.shape[1:], self.shape[1:])
-            item = np.zeros((1, *self.shape), dtype=np.float32)
-            item[0, : len(pixels)] = pixels
-            item[0, -1, :GRID] = np.asarray(grid)[0]
-            return item
+    def _items(self, pixels: NDArray[np.float32], found: Mapping[str, Any], placeholders: int) -> NDArray[np.float32]:
+        if self.arguments.kind in IN_ROWS:
+            return np.stack([self._item(rows, grid) for rows, grid in self._rows(pixels, found)])
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
-        self._check(pixels.shape[1:], self.shape)
-        return pixels
+        channels, height, width = self.shape
+        if self.arguments.kind != CROPS:
+            self._check(pixels.shape[1:], self.shape)
+            return pixels
+        self._check(pixels.shape[1:], (channels, height - 1, width))
+        items = np.zeros((len(pixels), *self.shape), dtype=np.float32)
+        items[:, :, :-1] = pixels
+        items[0, 0, -1, :CUT] = [*np.asarray(found["image_sizes"])[0], placeholders, len(pixels)]
+        return items
+
+    def _rows(self, pixels: NDArray[np.float32], found: Mapping[str, Any]) -> Iterator[tuple[NDArray[np.float32], Sequence[int]]]:
+        """Yields the patches of each item, and their frames, rows and columns."""
+        kind = self.arguments.kind
+        if kind == PATCHES:
+            if (sides := np.asarray(found.get("image_merge_sizes", ()))).size and (sides**2 != self.arguments.merged).any():
+                raise DataError(
+                    f"the processor in model.folder merges {int(sides[0])} patches in each direction, but the model "
+                    f"{round(self.arguments.merged**0.5)}; use the processor of the model"
+                )
+            yield pixels, np.asarray(found["image_grid_thw"])[0]
+        elif kind == SIZED:
+            channels, side, _ = self.arguments.patch
+            (height, width), whole = np.asarray(found["image_sizes"])[0], pixels[0]
+            rows, columns = height // side, width // side
+            cut = whole[:, : rows * side, : columns * side].reshape(channels, rows, side, columns, side)
+            yield cut.transpose(1, 3, 0, 2, 4).reshape(rows * columns, channels, side, side), (1, rows, columns)
+        elif "spatial_shapes" in found:
+            for patches, (rows, columns) in zip(pixels, np.asarray(found["spatial_shapes"]).tolist(), strict=True):
+                yield patches[: rows * columns], (1, rows, columns)
+        else:
+            for patches, places in zip(pixels, np.asarray(found["image_position_ids"]), strict=True):
+                columns, rows = (places.max(0) + 1).tolist()
+                yield patches[: rows * columns], (1, rows, columns)
+
+    def _item(self, rows: NDArray[np.float32], grid: Sequence[int]) -> NDArray[np.float32]:
+        """Returns an item of the patches (n, *patch) of an image with a grid of frames, rows and columns.
+
+        Raises:
+            BrokenRecord: a batch has no room for them.
+        """
+        most = self.shape[0] - 1
+        if len(rows) > most:
+            raise BrokenRecord(
+                f"has an image of {len(rows)} patches, but a batch has room for {most}; raise model.patches, or lower the "
+                "largest size of the processor in model.folder"
+            )
+        self._check(rows.shape[1:], self.arguments.patch)
+        item = np.zeros(self.shape, dtype=np.float32)
+        item[: len(rows)] = rows.reshape(len(rows), -1)
+        item[-1, :GRID] = grid
+        return item
 
     def _check(self, found: Sequence[int], wanted: Sequence[int]) -> None:
         if tuple(found) != tuple(wanted):
@@ -132,9 +175,7 @@ class ProcessorInputs:
             )
 
     def _counts(self, items: NDArray[np.float32]) -> list[int]:
-        if self.arguments.kind == PATCHES:
-            return [int(item[-1, :GRID].prod()) // self.arguments.merged for item in items]
-        return [self.arguments.per_tile] * len(items)
+        return self.arguments.counts(torch.from_numpy(items)).tolist()
 
     def pixels(self, image: Image.Image) -> NDArray[np.float32]:
         """Returns the items (n, *shape) of a decoded image."""
@@ -158,6 +199,11 @@ class ProcessorInputs:
             BrokenRecord: the numbers of images and of tokens differ, or the tokenizer is another one than the processor's.
         """
         pieces = list(self._placed(parts))
+        if self.arguments.lone and sum(isinstance(piece, Picture) for piece in pieces) > 1:
+            raise BrokenRecord(
+                f"has several images, which {type(self.processor).__name__} prepares in another way than a single one; give a "
+                "record one image"
+            )
         made = [None if made_of is None or isinstance(each, Words) else made_of(each) for each in pieces]
         texts: list[tuple[str, bool]] = []
         for piece, image in zip(pieces, made, strict=True):
@@ -181,7 +227,10 @@ class ProcessorInputs:
                     f"{sum(counts)} vectors; set [data.tokenizer] to the tokenizer of model.folder, and use its own processor"
                 )
             firsts = np.cumsum([0, *counts[:-1]])
-            starts.append([int(own[first]) for first in firsts] if len(own) else [int(np.searchsorted(places[:, 0], number))])
+            last = len(own) - 1  # where crops begin that have no placeholders of their own
+            starts.append(
+                [int(own[min(first, last)]) for first in firsts] if len(own) else [int(np.searchsorted(places[:, 0], number))]
+            )
         inside = sum(map(sum, (image.counts for image in made if image is not None)))
         if made_of is not None and len(held) != inside:
             raise BrokenRecord(f"has text that the tokenizer encodes as id {self.placeholder}, the placeholder of images")

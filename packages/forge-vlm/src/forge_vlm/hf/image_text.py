@@ -8,6 +8,7 @@ the class runs it: ranks that shard parameters then make the same collectives in
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar
 
@@ -19,17 +20,21 @@ from forge_core.protocols.model import Objective
 from forge_core.specs import Init, Specs
 from forge_models.components.lora import LoRAConfig
 from forge_models.hf.causal_lm import CausalLM, mixed, offer_experts
-from forge_models.hf.causal_lm_anatomy import Anatomy, AutoClass, arguments, built, read_settings
+from forge_models.hf.causal_lm_anatomy import Anatomy, AutoClass, arguments, built, head_of, read_settings, replaced
 from forge_models.hf.causal_lm_lora import blocks_path
 from forge_models.hf.config import Unsupported
 from forge_models.torch_private import assert_async
-from forge_vlm.hf.image_arguments import PATCHES, ImageArguments
+from forge_vlm.hf.image_arguments import CUT, IN_ROWS, ImageArguments
 
 IMAGE_TEXT = AutoClass("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "image-text model")
 MARKS = ("token_type_ids", "mm_token_type_ids")
 """Arguments of forwards that mark the placeholders of images."""
 MEDIA, IDS = ("image", "video", "vision", "audio"), ("_token_id", "_token_index")
 """Beginnings and ends of keys with the ids of tokens that stand for media."""
+OTHERS = ("audio", "vq")
+"""Beginnings of the names of towers that are not for the images of a prompt."""
+PROJECTED = {"llama4": "multi_modal_projector"}
+"""Classes whose features of images go through a projector in their forward, and its path."""
 UNUSED = ("last_hidden_state", "hidden_states", "attentions")
 """Outputs of a vision tower that do not reach the text model."""
 
@@ -87,7 +92,7 @@ class ImageTextModel(CausalLM):
             Unsupported: the loss would need whole logits.
         """
         if not anatomy.head:
-            raise Unsupported(f"{type(self).__name__} is refused: {anatomy.why_whole}")
+            anatomy = _around_text(self, anatomy)
         super().prepare(replace(anatomy, blocks=_blocks(self)), inits, packs)
         self.is_blank = False
         embed: nn.Module = self.get_submodule(anatomy.embed)
@@ -110,19 +115,29 @@ class ImageTextModel(CausalLM):
     def see(self, images: ImageArguments) -> None:
         """Sets the form of images, and counts the placeholders of a tile with one forward on the meta device."""
         self.images = images
-        if images.kind == PATCHES or images.per_tile:
+        if images.kind in IN_ROWS or images.per_tile:
             return
+        with torch.device("cpu"):
+            given = images.arguments(images.blank(torch.empty(0)), torch.float32)
         with _on_meta(self), torch.no_grad():
-            found = self._features(images.blank(torch.empty(0, device="meta")), torch.float32)
+            found = self._features(given | {"pixel_values": given["pixel_values"].to("meta")})
         self.images = replace(images, per_tile=found.numel() // found.shape[-1])
 
-    def _features(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the vectors (placeholders, width) that replace the placeholders of items."""
-        features: Any = self.get_image_features
-        out = features(**self.images.arguments(images, dtype), return_dict=True)
-        found = out.pooler_output if hasattr(out, "pooler_output") else out
+    def _features(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Returns the vectors (placeholders, width) that replace the placeholders of items, from the arguments of a forward."""
+        found = self._encoded(given)["pooler_output"]
         found = torch.cat([*found]) if isinstance(found, list | tuple) else found
         return found.flatten(0, -2)
+
+    def _encoded(self, given: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the features of images by name, from the arguments of a forward; `pooler_output` replaces placeholders."""
+        body: Any = self.get_submodule(self.anatomy.body)
+        features: Any = body.get_image_features if hasattr(body, "get_image_features") else self.get_image_features
+        out = features(**given, return_dict=True)
+        if self.config.model_type in PROJECTED:
+            projector: Any = self.get_submodule(PROJECTED[self.config.model_type])
+            return {"pooler_output": projector(out.last_hidden_state.flatten(0, -2))}
+        return dict(out) if isinstance(out, Mapping) else {"pooler_output": out}
 
     def _with_blank(self, _embed: nn.Module, _given: Any, out: Tensor) -> Tensor:
         """Adds zero times the features of a blank image to the embeddings."""
@@ -130,10 +145,8 @@ class ImageTextModel(CausalLM):
             return out
         self.is_blank = False  # an image tower may embed as well
         given = self.images.arguments(self.images.blank(out), out.dtype)
-        features: Any = self.get_image_features
-        found = features(**given, return_dict=True)
         # What the class does not use gets no gradient on ranks with images, so it must not get one here.
-        used = {name: value for name, value in dict(found).items() if name not in UNUSED}
+        used = {name: value for name, value in self._encoded(given).items() if name not in UNUSED}
         tensors = [each for each in _tensors_in(used.values()) if each.is_floating_point()]
         return out + sum((each.sum() * 0 for each in tensors), start=out.new_zeros(()))
 
@@ -169,19 +182,32 @@ class ImageTextModel(CausalLM):
             self.move_constants(x.device)
         self._check(x, images, image_rows)
         body: Any = self.get_submodule(self.anatomy.body)
-        takes = arguments(type(body))
+        whole = body is self  # which calls the head itself
+        takes = arguments(type(self).original if whole else type(body))
         given: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
-        marks = (x == self.images.token).long()
+        marks = self.images.marks(x, labels)
         given |= {name: marks for name in MARKS if name in takes}
         if images is not None:
             embed: Any = self.get_submodule(self.anatomy.embed)
             given |= self.images.arguments(images, embed.weight.dtype)
         self.is_blank = images is None
         try:
-            hidden = body(input_ids=x, **given)[0]
+            hidden = self._before_head(input_ids=x, **given) if whole else body(input_ids=x, **given)[0]
         finally:
             self.is_blank = False
         return self.get_submodule(self.anatomy.head)(hidden, labels, objective)
+
+    def _before_head(self, **given: Any) -> Tensor:
+        """Returns what the head gets in the forward of the class, without logits."""
+        seen: list[Tensor] = []
+
+        def keep(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden[..., :1]
+
+        with replaced((self.get_submodule(self.anatomy.head), keep)):
+            type(self).original.forward(self, **given)
+        return seen[0]
 
     def _check(self, x: Tensor, images: Tensor | None, image_rows: Tensor | None) -> None:
         """Checks the number of placeholders of each row; the class counts those of the whole batch only."""
@@ -240,7 +266,8 @@ class ImageTextModel(CausalLM):
         if not held:
             return frozenset()
         with torch.enable_grad():
-            features = self._features(self.images.blank(next(self.parameters())), torch.float32)
+            blank = self.images.blank(next(self.parameters()))
+            features = self._features(self.images.arguments(blank, torch.float32))
             found = torch.autograd.grad(features.sum(), [*held.values()], allow_unused=True)
         return frozenset(name for name, gradient in zip(held, found, strict=True) if gradient is None)
 
@@ -263,13 +290,13 @@ class ImageTextModel(CausalLM):
             seed = sum(place * token for place, token in enumerate(ids))
             place, own = 1 + seed % 2, []
             for number in range(seed % 3):
-                item = self._drawn(seed + number)
-                count = int(self.images.counts(item[None])[0])
+                drawn = self._drawn(seed + number)
+                count = int(self.images.counts(drawn).sum())
                 if place + count >= len(ids):
                     break
                 tokens[row, place : place + count] = self.images.token
-                own.append(len(items))
-                items.append(item)
+                own += range(len(items), len(items) + len(drawn))
+                items += drawn
                 place += count + 1
             numbers.append(own)
         before = torch.zeros_like(tokens, dtype=torch.bool)
@@ -283,14 +310,18 @@ class ImageTextModel(CausalLM):
         return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(items), "image_rows": rows})
 
     def _drawn(self, seed: int) -> Tensor:
+        """Returns the items (n, *shape) of one image."""
         generator = torch.Generator().manual_seed(seed + 1)
-        item = torch.randn(self.images.shape, generator=generator)
-        if self.images.kind == PATCHES:
-            side = int(self.images.merged**0.5)
+        blank = self.images.blank(torch.empty(0))
+        items = torch.randn(blank.shape, generator=generator)
+        if self.images.kind in IN_ROWS:
+            side = int(blank[0, -1, 1])
             rows, columns = side * (1 + seed % 2), side * (1 + seed % 3)
-            item[rows * columns :] = 0
-            item[-1, :3] = torch.tensor([1.0, rows, columns])
-        return item
+            items[0, rows * columns :] = 0
+            items[0, -1, :3] = torch.tensor([1.0, rows, columns])
+        elif self.images.least:
+            items[:, 0, -1, :CUT] = blank[:, 0, -1, :CUT]
+        return items
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -302,6 +333,24 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value.values())
         elif isinstance(value, list | tuple):
             yield from _tensors_in(value)
+
+
+def _around_text(module: Any, anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy of a class around a text model with a head of its own, whose body is the class itself.
+
+    Raises:
+        Unsupported: the loss would need whole logits.
+    """
+    head = module.get_output_embeddings()
+    try:
+        with replaced((module, partial(type(module).original.forward, module))):
+            text = module.get_decoder()
+            _, scale, soft_cap = head_of(module, getattr(text, "model", text), head, embedded=True)
+    except Unsupported as cause:
+        raise Unsupported(f"{type(module).__name__} is refused: {anatomy.why_whole}") from cause
+    path = next(path for path, part in module.named_modules() if part is head)
+    found = replace(anatomy, body="", head=path, rest=(), scale=scale, soft_cap=soft_cap, width=head.in_features)
+    return replace(found, why_whole="")
 
 
 def _decoder_path(module: Any) -> str:
@@ -322,11 +371,11 @@ def _blocks(module: Any) -> tuple[str, ...]:
     Raises:
         Unsupported: there is no list of blocks in the text model.
     """
-    decoder = f"{_decoder_path(module)}."
+    decoder = _decoder_path(module)
     found: dict[bool, tuple[int, str, int]] = {}
     for path, part in module.named_modules():
-        if isinstance(part, nn.ModuleList):
-            size, text = sum(parameter.numel() for parameter in part.parameters()), path.startswith(decoder)
+        if isinstance(part, nn.ModuleList) and not _part(path, decoder).startswith(OTHERS):
+            size, text = sum(parameter.numel() for parameter in part.parameters()), path.startswith(f"{decoder}.")
             if size and size > found.get(text, (0, "", 0))[0]:
                 found[text] = (size, path, len(part))
     if True not in found:

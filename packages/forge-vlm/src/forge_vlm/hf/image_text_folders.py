@@ -95,7 +95,7 @@ class ImageTextFormat:
         images = ImageArguments.of(model.config, extras["images"].shape[1] - 1 if "images" in extras else 1)
         from inspect import signature
 
-        marks = (tokens == images.token).long()
+        marks = images.marks(tokens, None)
         given = {name: marks for name in MARKS if name in signature(type(model).forward).parameters}
         if "images" in extras:
             given |= images.arguments(extras["images"], torch.float32)
