@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m vlm.hf.image_text_rows
 
-What is in no row is refused for `[model] name = "transformers_image_text"`: every axis but data parallelism,
-float8, and compilation.
+What is in no row is refused for `[model] name = "transformers_image_text"`: every axis but those of data
+and tensor parallelism, float8, and compilation.
 """
 
 import json
@@ -22,6 +22,9 @@ OFFERED = (
     "dp_shard accumulate recompute recompute_full lora",
     "dp_shard dp_replicate accumulate lora",
     "dp_shard bf16 accumulate lora",
+    "tp tp_whole accumulate frozen label_smoothing",
+    "dp_shard tp tp_whole accumulate recompute",
+    "tp tp_whole accumulate recompute lora",
 )
 FAST = OFFERED[:1]
 """What every change runs; the rest is slow."""

@@ -3,6 +3,7 @@
 import json
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ import torch
 from PIL import Image
 
 from forge_core.errors import ConfigError, DataError
+from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_models.components.lora import LoRAConfig
 from forge_models.hf.config import Unsupported
 from forge_train.recipe.load import load_recipe
+from forge_vlm.checks import image_text_classes_are_compared
 from forge_vlm.components.image_text import ImageTextConfig
 from forge_vlm.data.documents import BrokenRecord, Picture, Words
 from forge_vlm.data.processor_inputs import ProcessorInputs
@@ -177,8 +181,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 LAYOUTS = {
-    "tp": ("--parallel.tp=2", r"parallel.tp: = 2, but a class with images is offered with data parallelism alone"),
-    "pp": ("--parallel.pp=2", r"parallel.pp: = 2, but a class with images"),
+    "pp": ("--parallel.pp=2", r"parallel.pp: = 2, but a class with images is offered with data and tensor parallelism alone"),
     "cp": ("--parallel.cp=2", r"parallel.cp: = 2, but a class with images"),
     "packing": ("--data.packing=best_fit", r"data.packing: = 'best_fit', but a class with images counts positions"),
     "compile": ("--transforms.compile.mode=default", r"compile"),
@@ -191,6 +194,29 @@ def test_check_refuses_what_no_comparison_has_shown(case: str, source: tuple[Pat
     recipe = recipe_of(tmp_path / "recipe.toml", *source)
     with pytest.raises(ConfigError, match=message):
         load_recipe(recipe, [option], 2, Registry())
+
+
+def faults_of(kind: str, layout: str, **keys: Any) -> list[str]:
+    job: Any = SimpleNamespace(model=walk.component(kind, **keys), data=None, hooks=())
+    return [f"{fault.key}: {fault.message}" for fault in image_text_classes_are_compared(job, Layout.parse(layout))]
+
+
+def test_what_a_class_lacks_is_refused_for_this_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults_of("mistral3", "dp2tp2", lora=LoRAConfig()) == []
+    (fault,) = faults_of("qwen3_vl", "tp2")
+    assert fault.startswith("parallel.tp: = 2 is not for model_type 'qwen3_vl': tensor: the model's class comes with no plan")
+    (fault,) = faults_of("mistral3", "cp2")
+    assert fault.startswith("parallel.cp: = 2, but a class with images")
+    kinds = image_text_classes.records()["kinds"]
+    monkeypatch.setitem(kinds, "mistral3", {**kinds["mistral3"], "lora": "it differs from peft", "tp": "it differs"})
+    assert faults_of("mistral3", "dp2") == []
+    assert faults_of("mistral3", "tp2", lora=LoRAConfig()) == [
+        "model.lora: is not for model_type 'mistral3': it differs from peft",
+        "parallel.tp: = 2 is not for model_type 'mistral3': it differs",
+    ]
+    monkeypatch.setitem(kinds, "mistral3", {**kinds["mistral3"], "dp": "it differs"})
+    assert "is refused: it differs" in faults_of("mistral3", "dp1")[0]
+    assert image_text_classes.offer_refusal("aria", "lora") == "adapters have not been compared with the peft library"
 
 
 def _without_processor(folder: Path, _records: Path) -> None:

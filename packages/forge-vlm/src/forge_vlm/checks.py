@@ -12,7 +12,6 @@ from forge_vlm.hf.image_text_classes import offer_refusal, refusal
 
 PAGE = "docs/models/image-text.md lists the classes"
 SPLITS = {
-    "tp": "its layers are not split",
     "pp": "it is no chain of blocks",
     "cp": "its rows are not split",
     "ep": "experts are not",
@@ -31,9 +30,11 @@ def image_text_classes_are_compared(job: Job, layout: Layout) -> Iterator[Fault]
         return
     if job.model.lora is not None and (why := offer_refusal(kind, "lora")):
         yield Fault("model.lora", f"is not for model_type {kind!r}: {why}", hint=f"remove it; {PAGE}")
+    if layout.tp > 1 and (why := offer_refusal(kind, "tp")):
+        yield Fault("parallel.tp", f"= {layout.tp} is not for model_type {kind!r}: {why}", hint=f"set it to 1; {PAGE}")
     for axis, reason in SPLITS.items():
         if (size := layout.size(axis)) > 1:
-            what = f"= {size}, but a class with images is offered with data parallelism alone: {reason}"
+            what = f"= {size}, but a class with images is offered with data and tensor parallelism alone: {reason}"
             yield Fault(f"parallel.{axis}", what, hint=f"set it to 1, and use parallel.dp_shard; {PAGE}")
     data: Any = getattr(job, "data", None)
     if getattr(data, "packing", "pad") != "pad":

@@ -24,7 +24,8 @@ class ImageTextConfig(TransformersConfig):
     """An image-text model as transformers defines it, with the names of its tensors, its own forward and its own processor.
 
     Use it for models that `[model] name = "vlm"` does not describe. The page `docs/models/image-text.md` lists the classes that
-    have been compared with one process of transformers; others are refused. It trains under data parallelism.
+    have been compared with one process of transformers; others are refused. It trains under data parallelism,
+    and some classes under tensor parallelism.
     """
 
     key_class: ClassVar = IDENTITY
