@@ -57,7 +57,7 @@ class ModeledRecipe:
     def work(self) -> ModelWork:
         """What a step computes."""
         from forge_models.flops import counts_of
-        from forge_models.shape import Chunk
+        from forge_models.shape import AttentionChunk
 
         job = self.job
         counts = counts_of(job.model)
@@ -74,7 +74,7 @@ class ModeledRecipe:
         widths = zip(range(shape.blocks), shape.windows(), strict=True)
         causal = shape.causal
         scores = [
-            Scores(shape.attention.score_width(shape.context(index)), window, causal, isinstance(window, Chunk))
+            Scores(shape.attention.score_width(shape.context(index)), window, causal, isinstance(window, AttentionChunk))
             for index, window in widths
         ]
         return work_of(self.blueprint, scores, shape.moe.top_k if shape.moe is not None else 1)

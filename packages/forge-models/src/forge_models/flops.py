@@ -30,7 +30,7 @@ from math import prod
 from typing import Any
 
 from forge_core.batch import Batch
-from forge_models.shape import Chunk, DecoderShape, RouterContext
+from forge_models.shape import AttentionChunk, DecoderShape, RouterContext
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """Formula to print with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
@@ -250,7 +250,7 @@ def _keys(length: int, window: int | None, causal: bool) -> float:
     """Returns the average number of keys per query in a row; position t of a causal kernel has min(t, window) keys, and in a
     chunk those of the chunk."""
     seen = length if window is None else min(window, length)
-    if causal and isinstance(window, Chunk):
+    if causal and isinstance(window, AttentionChunk):
         full, rest = divmod(length, window)
         return (full * window * (window + 1) + rest * (rest + 1)) / (2 * length)
     return seen - seen * (seen - 1) / (2 * length) if causal else seen

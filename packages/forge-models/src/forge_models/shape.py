@@ -15,7 +15,7 @@ AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
 
 
-class Chunk(int):
+class AttentionChunk(int):
     """Number of positions of a chunk, in the place of a window: a position attends to earlier positions of its own chunk."""
 
 

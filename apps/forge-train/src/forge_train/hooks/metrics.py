@@ -262,7 +262,7 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: 
     """
     import torch
 
-    from forge_models.shape import Chunk
+    from forge_models.shape import AttentionChunk
 
     total, queries = 0, 0
     for batch in batches:
@@ -280,7 +280,7 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: 
             reached = batch.positions + 1
         if batch.real is not None:
             reached = reached[batch.real]
-        if isinstance(window, Chunk):
+        if isinstance(window, AttentionChunk):
             reached = (reached - 1) % window + 1
         total += int((reached if window is None else reached.clamp(max=window)).sum())
         queries += reached.numel()

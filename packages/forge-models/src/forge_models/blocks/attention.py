@@ -26,7 +26,7 @@ from forge_models.blocks.layers import Linear, linear_specs, unfilled, unit_rms
 from forge_models.blocks.rope import Rotary, Rotation, Temperature, rotate
 from forge_models.flex_limits import takes_flex
 from forge_models.inner_values import tap
-from forge_models.shape import AttentionKernel, BlockContext, Chunk
+from forge_models.shape import AttentionChunk, AttentionKernel, BlockContext
 
 NARROWEST_OF_FLEX = 16
 """Width of heads from which flex attention has a kernel on a GPU."""
@@ -119,10 +119,10 @@ class LocalAttention:
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
         """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache;
-        `window` may be a `Chunk`."""
+        `window` may be a `AttentionChunk`."""
         keys = torch.arange(extent, device=slots.device)
-        seen = visible(slots[:, :, None] - keys, None if isinstance(window, Chunk) else window)
-        if isinstance(window, Chunk):
+        seen = visible(slots[:, :, None] - keys, None if isinstance(window, AttentionChunk) else window)
+        if isinstance(window, AttentionChunk):
             seen &= slots[:, :, None] // window == keys // window
         return seen.unsqueeze(1)
 
@@ -408,7 +408,7 @@ class Attention(nn.Module):
         self.core: AttentionCore = LocalAttention(
             core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks, causal=causal
         )
-        self.chunk = int(window) if isinstance(window, Chunk) else None
+        self.chunk = int(window) if isinstance(window, AttentionChunk) else None
         self.window = None if self.chunk is not None else window
         if self.chunk is not None:
             self.mask_key = (CHUNK, self.chunk)

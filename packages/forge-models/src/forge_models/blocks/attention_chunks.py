@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.shape import Chunk
+from forge_models.shape import AttentionChunk
 
 CHUNK = "chunk"
 """First part of the key that layers with chunks of one size share."""
 
 
-def chunk_of(attention: Any) -> Chunk | None:
+def chunk_of(attention: Any) -> AttentionChunk | None:
     """Returns the size of the chunks of an attention module; None if it has none."""
     size = getattr(attention, CHUNK, None)
-    return None if size is None else Chunk(size)
+    return None if size is None else AttentionChunk(size)
 
 
 def chunk_numbers(documents: Tensor | None, positions: Tensor, size: int, longest: int, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import FREE, IDENTITY, Component
 from forge_core.features import Feature
 from forge_core.specs import Matrix
-from forge_models.shape import AttentionKernel, BlockContext, Chunk, ValueEmbeddings
+from forge_models.shape import AttentionChunk, AttentionKernel, BlockContext, ValueEmbeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -198,10 +198,10 @@ class GQA(Component):
                 raise ValueError(f"rope.proportion {context.rope.proportion} of {turning // 2} pairs of {name} is none; raise it")
 
     def window_at(self, layer: int) -> int | None:
-        """Returns the window of layer `layer`, or its `Chunk`; None if the layer is global."""
+        """Returns the window of layer `layer`, or its `AttentionChunk`; None if the layer is global."""
         listed = self.global_layers is not None and layer in self.global_layers
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
-        return None if listed or counted else self.window if self.chunk is None else Chunk(self.chunk)
+        return None if listed or counted else self.window if self.chunk is None else AttentionChunk(self.chunk)
 
     def _is_global(self, layer: int) -> bool:
         return self.window is not None and self.window_at(layer) is None

@@ -14,7 +14,7 @@ from forge_core.component import IDENTITY, Component, Slot
 from forge_core.features import Feature
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
-from forge_models.shape import Chunk
+from forge_models.shape import AttentionChunk
 from forge_vlm.components.adapters import MLPConfig
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
@@ -118,7 +118,7 @@ class VLM(DecoderConfig):
             raise ValueError("model.name = 'vlm' does not support attention.value_embeddings; remove it")
         if not self.shape.causal:
             raise ValueError("model.name = 'vlm' does not support attention.causal = false; set it to true")
-        if any(isinstance(window, Chunk) for window in self.shape.windows()):
+        if any(isinstance(window, AttentionChunk) for window in self.shape.windows()):
             raise ValueError("model.name = 'vlm' does not support attention.chunk; remove it, or set attention.window")
         if self.lora is not None:
             raise ValueError(
