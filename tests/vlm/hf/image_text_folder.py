@@ -18,11 +18,12 @@ TEMPLATE = (
 ENDS = ["<|im_start|>", "<|im_end|>"]
 TOKENS = {
     "llava": ["<image>"],
+    "llava_next": ["<image>"],
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
 }
-MARKS = {"llava": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>"}
-PLACEHOLDER = {"llava": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>"}
+MARKS = {"llava": "<image>", "llava_next": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>"}
+PLACEHOLDER = {"llava": "<image>", "llava_next": "<image>", "idefics3": "<image>", "gemma3": "<image_soft_token>"}
 
 
 def tokenizer_of(kind: str) -> Any:
@@ -55,6 +56,11 @@ def processor_of(kind: str) -> Any:
         images: Any = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
         keys = {"patch_size": 2, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         return transformers.LlavaProcessor(images, tokenizer, chat_template=template, **keys)
+    if kind == "llava_next":
+        side, sizes = {"height": 8, "width": 8}, [[8, 16], [16, 8]]
+        images = transformers.LlavaNextImageProcessorPil(size={"shortest_edge": 8}, crop_size=side, image_grid_pinpoints=sizes)
+        keys = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return transformers.LlavaNextProcessor(images, tokenizer, chat_template=template, **keys)
     if kind == "idefics3":
         images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 8})
         return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
@@ -70,7 +76,7 @@ def folder_of(path: Path, kind: str) -> Path:
     token = processor.tokenizer.convert_tokens_to_ids(PLACEHOLDER[kind])
     values = json.loads(walk.small(kind))
     # A window of the whole row, so that an answer sees the image.
-    size = {"vocab_size": 288, "sliding_window": 256, "eos_token_id": 257, "pad_token_id": 257}
+    size = {"vocab_size": 288, "sliding_window": 256, "max_position_embeddings": 256, "eos_token_id": 257, "pad_token_id": 257}
     values |= {"image_token_id": token, "image_token_index": token, "text_config": {**values["text_config"], **size}}
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind].from_dict(values)).save_pretrained(path)

@@ -10,6 +10,7 @@ from PIL import Image
 from forge_vlm.data.documents import BrokenRecord, Picture, Words
 from forge_vlm.data.processor_inputs import ProcessorInputs
 from forge_vlm.hf.image_arguments import ImageArguments
+from vlm.hf import image_text_folder
 from vlm.hf import image_text_walk as walk
 from vlm.hf.image_text_folder import bytes_tokenizer
 
@@ -21,13 +22,9 @@ def processor_of(kind: str) -> Any:
     import transformers as t
 
     if kind == "llava_next":
-        keys: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        images: Any = t.LlavaNextImageProcessorPil(
-            size={"shortest_edge": 8}, crop_size=SIDE, image_grid_pinpoints=[[8, 16], [16, 8]]
-        )
-        return t.LlavaNextProcessor(images, bytes_tokenizer("<image>"), **keys)
+        return image_text_folder.processor_of(kind)
     if kind == "paligemma":
-        images = t.SiglipImageProcessorPil(size=SIDE)
+        images: Any = t.SiglipImageProcessorPil(size=SIDE)
         images.image_seq_length = 16
         return t.PaliGemmaProcessor(images, bytes_tokenizer("<image>", "<bos>", image_token="<image>", bos_token="<bos>"))
     named = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<end>"}

@@ -22,7 +22,7 @@ def made(tmp_path: Path, kind: str, more: str = "") -> tuple[Path, Path]:
     return recipe_of(tmp_path / "recipe.toml", folder, records, more), folder
 
 
-@pytest.mark.parametrize("kind", ["llava", "idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "idefics3", "gemma3"])
 def test_a_batch_has_the_tokens_and_pixels_of_the_processor(kind: str, tmp_path: Path) -> None:
     recipe, _ = made(tmp_path, kind)
     training, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.global_batch=12"])
@@ -51,7 +51,7 @@ def test_a_batch_has_the_tokens_and_pixels_of_the_processor(kind: str, tmp_path:
             assert labels[asked - 1 : asked - 1 + len(said) - 1] == said[:-1]  # type: ignore[operator]
             if pixels is not None:
                 numbers = [number for number in batch.extras["image_rows"][row].tolist() if number >= 0]
-                assert np.allclose(batch.extras["images"][numbers].numpy(), pixels, atol=1e-6)
+                assert np.allclose(batch.extras["images"][numbers, :, :8].numpy(), pixels, atol=1e-6)  # without sizes
             elif "image_rows" in batch.extras:
                 assert (batch.extras["image_rows"][row] == -1).all()
             seen += 1
