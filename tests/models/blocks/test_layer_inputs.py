@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_models.components.attentions import GQA
-from forge_models.components.decoder import DecoderConfig, LayerInputsConfig
+from forge_models.components.decoder import DecoderConfig, LayerInputsConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import ClampedSwiGLU, GeGLU
 from forge_models.components.recurrent import Hybrid
@@ -121,3 +121,24 @@ def test_fields_that_need_each_other_are_refused_alone() -> None:
             DecoderConfig(**SIZES, streams=Streams(count=2), **other)
     with pytest.raises(ValueError, match="causal = false does not support shared_kv_layers"):
         GQA(causal=False, shared_kv_layers=1)
+
+
+def test_blocks_of_mtp_modules_have_keys_of_their_own_and_no_vectors() -> None:
+    model = filled(attention=GQA(shared_kv_layers=2), layer_inputs=LayerInputsConfig(dim=3), mtp=MTPConfig(depth=2))
+    for module in model.mtp.depths.values():
+        assert (module.block.layer_input, module.block.takes, module.block.gives) == (None, None, None)
+    matrices = model.shape.matrices()[0]
+    assert "mtp.depths.2.block.attention.k_proj" in matrices
+    assert not any(name.startswith("mtp") and "layer_input" in name for name in matrices)
+
+
+@torch.no_grad()
+def test_each_block_gets_the_vectors_of_its_layer() -> None:
+    model, tokens = filled(layer_inputs=LayerInputsConfig(dim=3)), torch.tensor([[1, 2, 3]])
+    seen: dict[str, torch.Tensor] = {}
+    for name, block in model.blocks.items():
+        block.layer_input.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[1]}))
+    model(tokens)
+    vectors = model.layer_inputs(model.embed(tokens), tokens)
+    assert all(torch.equal(seen[str(layer)], vectors[:, :, layer]) for layer in range(6))
+    assert not torch.equal(vectors[:, :, 0], vectors[:, :, 1])
