@@ -212,11 +212,9 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
     found, experts = shape.matrices()
     products = Counter[str]()
     for path, matrix in found.items():
-        products[path.partition(".")[0]] += prod(matrix.shape)
+        products["mtp" if path.startswith("mtp.") else "blocks"] += prod(matrix.shape)
     for settings in filter(None, map(shape.value_embeddings, range(shape.layers))):
         products["blocks"] += shape.kv_heads * settings.gate_channels
-    if shape.layer_inputs is not None:
-        products["blocks"] += shape.dim * shape.layers * shape.layer_inputs.dim
     if shape.moe is not None:
         for path, matrix in experts.items():
             products[path.partition(".")[0]] += shape.moe.top_k * prod(matrix.shape)

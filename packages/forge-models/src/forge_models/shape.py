@@ -462,6 +462,8 @@ class DecoderShape:
         mlp: Any = self.mlp
         hidden: dict[str, Matrix] = {}
         experts: dict[str, Matrix] = {}
+        if self.layer_inputs is not None:
+            hidden["layer_inputs.projection"] = Matrix((self.layers * self.layer_inputs.dim, self.dim), (None, "embed"))
         for layer in range(self.blocks):
             block, context = f"blocks.{layer}", self.context(layer)
             if layer >= self.layers:

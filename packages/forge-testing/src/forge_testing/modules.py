@@ -33,6 +33,7 @@ def context(component: Any, layer: int = 0) -> BlockContext:
             rope=Rope(),
             init_std=0.02,
             norm=RMSNormConfig(),
+            vocab_size=40,
         )
         try:
             getattr(component, "check", lambda _: None)(sizes)

@@ -25,12 +25,12 @@ class MLPChecks:
         context = modules.context(component)
         module = modules.on_meta(lambda: component.build(context))
         tensors, specs = dict(module.named_parameters()), modules.specs_of(module)
+        said = {name: (matrix.shape, matrix.dims) for name, matrix in component.matrices(context).items()}
         built = {
             name.removesuffix(".weight"): (tuple(tensors[name].shape), specs[name].dims)
             for name in specs
-            if specs[name].group == "matrix"
+            if specs[name].group == "matrix" and (name.endswith(".weight") or name in said)  # others, such as gates, are no layers
         }
-        said = {name: (matrix.shape, matrix.dims) for name, matrix in component.matrices(context).items()}
         assert said == built, f"matrices(context) says {said}, but built are {built}"
 
     @staticmethod
@@ -127,7 +127,9 @@ class _Attend:
         core = getattr(self.module, "core", None)
         window = getattr(self.module, "window", None)
         mask = None if core is None else core.prepare(documents, x.shape[1], window, x.device)
-        found = self.module(x, rotary(positions, documents), mask, None)
+        ids = (1000 * x[..., 0].abs()).long() % self.context.vocab_size  # one token has the same id in every row
+        more = {"tokens": ids} if getattr(self.module, "reads_tokens", False) else {}
+        found = self.module(x, rotary(positions, documents), mask, None, **more)
         return found[0] if isinstance(found, tuple) else found  # an attention with an indexer also returns statistics
 
 
