@@ -75,10 +75,10 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "shelves.py").write_text(SHELF)
     (tmp_path / "furniture.py").write_text(FURNITURE)
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):  # no others: a library that is imported twice may not work
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 def load(name: str = "ShelfConfig", group: str = "norms") -> type:

@@ -35,10 +35,10 @@ class Mine(Component):
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the import path; what was imported from it is forgotten afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):  # no others: a library that is imported twice may not work
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 def plugin(modules: Path, name: str, source: str, attribute: str = "Mine", group: str = "optimizers") -> Registry:

@@ -9,7 +9,7 @@ check. Forge's own checks are in the distribution forge-testing. This module doe
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import isclass
 from pathlib import Path
@@ -189,6 +189,8 @@ def _allows(taken: Any, given: Any) -> bool:
 def problems(registry: Registry, distribution: str | None = None, group: str | None = None) -> list[Problem]:
     """Returns the problems of registered components: faults in their keys and docstrings, and failed checks.
 
+    A class with several names in a group is checked under the first of them.
+
     Args:
         registry: registry with the components and the checks.
         distribution: only components of this distribution.
@@ -200,15 +202,18 @@ def problems(registry: Registry, distribution: str | None = None, group: str | N
         for entry in registry.of(name)
         if distribution is None or canonical(entry.distribution) == canonical(distribution)
     ]
-    return [problem for entry in chosen for problem in problems_of(entry, registry)]
+    return _problems_of(chosen, registry)
 
 
-def problems_of(entry: Entry, registry: Registry) -> Iterator[Problem]:
-    """Yields the problems of one component."""
-    faults = flaws(entry, registry, conform=True)
-    yield from (Problem(entry, "description", message) for message in faults.messages)
-    if faults.loads:
-        yield from examine(entry, registry).problems
+def _problems_of(entries: Iterable[Entry], registry: Registry) -> list[Problem]:
+    first: dict[tuple[str, Any], Entry] = {}
+    found: list[Problem] = []
+    for entry in entries:
+        faults = flaws(entry, registry, conform=True)
+        found += [Problem(entry, "description", message) for message in faults.messages]
+        if faults.loads and first.setdefault((entry.group, registry.load_entry(entry)), entry) is entry:
+            found += examine(entry, registry).problems
+    return found
 
 
 def conforms(name: str, group: str | None = None) -> None:
@@ -225,7 +230,7 @@ def conforms(name: str, group: str | None = None) -> None:
     registry = Registry()
     if group is not None and ".py:" in name:
         trust_name(name)
-        faults = list(problems_of(registry.find(group, name), registry))
+        faults = _problems_of([registry.find(group, name)], registry)
     else:
         if not any(canonical(entry.distribution) == canonical(name) for entry in registry.entries):
             raise UnknownComponent(f"distribution {name!r} is not installed or has no plugins; install it, then test")

@@ -28,8 +28,8 @@ class MLPChecks:
         said = {name: (matrix.shape, matrix.dims) for name, matrix in component.matrices(context).items()}
         built = {
             name.removesuffix(".weight"): (tuple(tensors[name].shape), specs[name].dims)
-            for name in specs
-            if specs[name].group == "matrix" and (name.endswith(".weight") or name in said)  # others, such as gates, are no layers
+            for name in specs  # other matrices, such as gates, are no layers
+            if specs[name].group == "matrix" and (name.endswith(".weight") or name in said)
         }
         assert said == built, f"matrices(context) says {said}, but built are {built}"
 
