@@ -163,7 +163,7 @@ def install(session: nox.Session) -> None:
             "torchrun --nproc-per-node 2 -m forge_train run debug --job.name=debug-2 --train.max_steps=20\n",
         ]
         with session.chdir(place):
-            session.run(python, ROOT / "tests" / "repository" / "isolation" / "newest.py", external=True)
+            session.run(python, ROOT / "tests" / "repository" / "isolation" / "newest.py", *TORCHES, external=True)
             session.run("bash", "-euc", "\n".join(blocks), external=True, env=variables)
 
 
