@@ -31,7 +31,7 @@ def test_that_passes(number):
 
 @pytest.mark.parametrize(
     ("crashes", "workers", "code"),
-    fast((MOST, 2, 0), (MOST + 1, 2, 1), of=[(0, 0, 0), (MOST, 2, 0), (MOST + 1, 2, 1), (MOST + 1, 0, 1)]),
+    fast((MOST + 1, 2, 1), of=[(0, 0, 0), (MOST, 2, 0), (MOST + 1, 2, 1), (MOST + 1, 0, 1)]),
 )
 def test_more_than_a_few_repeats_fail_a_run_whose_tests_pass(tmp_path: Path, crashes: int, workers: int, code: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)

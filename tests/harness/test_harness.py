@@ -322,7 +322,7 @@ print(*pool.pids(), flush=True)
     ("then", "how"),
     [
         ("pool.run(module.start_child, 2, {child!r}, timeout=600)", signal.SIGKILL),
-        ("pool.run(module.start_child, 2, {child!r}, timeout=600)", signal.SIGINT),
+        pytest.param("pool.run(module.start_child, 2, {child!r}, timeout=600)", signal.SIGINT, marks=pytest.mark.slow),
         ("raise SystemExit(3)", None),
     ],
 )

@@ -185,7 +185,7 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return attempts
 
 
-FAST_CASES = ("dp", "1 recompute every second", "lion", "few blocks")
+FAST_CASES = ("dp", "1 recompute every second")
 
 
 @pytest.mark.parametrize("name", [name if name in FAST_CASES else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
