@@ -1,14 +1,18 @@
 """A layer of experts against a loop over tokens: every router and kernel, capacity, padding, degenerate loads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
 from forge_core.protocols.model import ExpertDispatcher, Observer
 from forge_core.registry import Registry, installed
 from forge_models.blocks.moe.dispatch import limited
 from forge_models.blocks.moe.experts import Experts, unfit
 from forge_models.blocks.moe.layer import ExpertLayer
+from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import (
     HashConfig,
@@ -19,6 +23,8 @@ from forge_models.components.experts import (
     TopKSigmoidConfig,
 )
 from forge_models.components.layers import GELU, GeGLU, ReLU2, SwiGLU
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import misfits
 from forge_models.shape import Losses
 from models.conftest import fill
 
@@ -29,6 +35,7 @@ ROUTERS = {
     if entry.group == "forge.routers" and entry.distribution == "forge-models"
 }
 GROUPS = {"softmax_raw": SoftmaxTopKConfig(normalize=False), "groups": SigmoidTopKConfig(n_group=4, topk_group=2, scaling=2.5)}
+GROUPS["sqrt_softplus"] = SigmoidTopKConfig(scores="sqrt_softplus", normalize=False)
 EVERY = {name: component() for name, component in ROUTERS.items()} | GROUPS
 
 
@@ -263,6 +270,40 @@ def test_the_bias_chooses_and_never_weighs():
     assert {*routing.experts[0].tolist()} == {5, int(other[0])}
     assert "bias" not in dict(part.router.named_parameters()) and not part.router.bias.requires_grad
     assert "router.bias" in part.state_dict()
+
+
+def test_scores_without_a_limit_equal_the_router_of_deepseek_v4():
+    part = layer(MoEConfig(experts=8, top_k=3, router=SigmoidTopKConfig(scores="sqrt_softplus", scaling=1.5)))
+    sizes = {"num_experts_per_tok": 3, "num_local_experts": 8, "hidden_size": 16, "routed_scaling_factor": 1.5}
+    theirs = DeepseekV4TopKRouter(SimpleNamespace(**sizes, scoring_func="sqrtsoftplus")).double()
+    flat = (20 * inputs()[0].flatten(0, 1)).requires_grad_()
+    with torch.no_grad():
+        part.router.bias.copy_(torch.linspace(-1, 1, 8))
+        theirs.weight.copy_(part.router.weight)
+        theirs.e_score_correction_bias.copy_(part.router.bias)
+    found, (logits, weights, experts) = part.router(flat, None), theirs(flat)
+    order, other = found.experts.argsort(1), experts.argsort(1)
+    assert torch.equal(found.experts.gather(1, order), experts.gather(1, other))
+    torch.testing.assert_close(found.weights.gather(1, order), weights.gather(1, other), rtol=1e-12, atol=0)
+    factor = torch.randn(21, 3, dtype=torch.float64)
+    mine = torch.autograd.grad((found.weights.gather(1, order) * factor).sum(), [flat, part.router.weight])
+    wanted = torch.autograd.grad((weights.gather(1, other) * factor).sum(), [flat, theirs.weight])
+    for ours, reference in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.probabilities.sum(1), torch.ones(21, dtype=torch.float64))
+    with torch.no_grad():
+        part.router.weight.mul_(1e6)  # where the softplus is 0
+    (gradient,) = torch.autograd.grad(part.router(flat, None).weights.sum(), [part.router.weight])
+    assert bool(gradient.isfinite().all())
+
+
+def test_families_refuse_scores_that_they_do_not_have():
+    sizes = {"dim": 16, "layers": 2, "heads": 4, "vocab_size": 40, "attention": MLA(kv_lora_rank=8)}
+    routers = [SigmoidTopKConfig(bias_rate=0.0, scores=scores) for scores in ("sigmoid", "sqrt_softplus")]
+    models = [DecoderConfig(**sizes, moe=MoEConfig(experts=4, shared=1, ffn_dim=8, router=router)) for router in routers]
+    told = [set(misfits(FAMILIES["deepseek_v3"], model)) for model in models]
+    (more,) = told[1] - told[0]
+    assert "sqrt_softplus" in more
 
 
 def test_groups_limit_the_choice():

@@ -65,7 +65,7 @@ class NormedTopKConfig(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidTopKConfig(Component):
-    """Takes the top_k of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
+    """Takes the top_k of s(W x) + bias, weighted by s(W x), with s the sigmoid (DeepSeek-V3, 2024, section 2.1.2).
 
     The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the whole batch and
     falls for those above. It affects only the choice of experts, not the combine weights.
@@ -74,6 +74,8 @@ class SigmoidTopKConfig(Component):
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SigmoidTopK"
 
+    scores: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"
+    """Function s of the logits: `sigmoid`, or `sqrt_softplus`, the root of ln(1 + exp(z)), which has no upper limit (DeepSeek-V4)."""
     normalize: bool = True
     """Whether the chosen scores are divided by their sum."""
     scaling: Annotated[float, Gt(0)] = 1.0
@@ -106,6 +108,7 @@ class SigmoidTopKConfig(Component):
             cls(),
             cls(normalize=False, n_group=4, topk_group=2),
             cls(scaling=2.5, bias_rate=0.01, bias_schedule="warmup", bias_steps=10),
+            cls(scores="sqrt_softplus", scaling=1.5),
         )
 
     @property

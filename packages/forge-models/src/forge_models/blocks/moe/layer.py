@@ -51,7 +51,7 @@ BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post
 class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x). With a `shared_gate` w, the first term is
     sigmoid(w x) * shared(x). With `branch_norms`, it is n2(shared(n1(x))) + n4(sum of weight_e * expert_e(n3(x))), with norms n.
-    sigmoid(w x) * shared(x). With `weigh_inputs`, the terms of the sum are expert_e(weight_e * x).
+    With `weigh_inputs`, the terms of the sum are expert_e(weight_e * x).
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
     balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics

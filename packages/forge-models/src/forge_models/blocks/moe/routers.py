@@ -138,6 +138,7 @@ class SigmoidTopK(nn.Module):
         self,
         context: RouterContext,
         *,
+        scores: Literal["sigmoid", "sqrt_softplus"] = "sigmoid",
         normalize: bool = True,
         scaling: float = 1.0,
         n_group: int = 1,
@@ -147,7 +148,7 @@ class SigmoidTopK(nn.Module):
         bias_steps: int | None = None,
     ) -> None:
         super().__init__()
-        self.context, self.normalize, self.scaling = context, normalize, scaling
+        self.context, self.scores, self.normalize, self.scaling = context, scores, normalize, scaling
         self.n_group, self.topk_group = n_group, n_group if topk_group is None else topk_group
         self.bias_rate, self.bias_schedule, self.bias_steps = bias_rate, bias_schedule, bias_steps
         self.weight = unfilled(context.experts, context.dim)
@@ -158,7 +159,7 @@ class SigmoidTopK(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`."""
         logits = _logits(x, self.weight)
-        scores = logits.sigmoid()
+        scores = logits.sigmoid() if self.scores == "sigmoid" else _root_of_softplus(logits)
         experts = self._choice(scores.detach() + self.bias).topk(self.context.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.normalize:
@@ -256,6 +257,11 @@ class Hash(nn.Module):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns no specs, because the router has no parameters."""
         return {}
+
+
+def _root_of_softplus(logits: Tensor) -> Tensor:
+    # The softplus of a very small logit is 0, where the root has no derivative.
+    return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
