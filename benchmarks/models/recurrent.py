@@ -3,8 +3,8 @@
     python benchmarks/models/recurrent.py --threads 1
 
 `rule` is the delta rule with normalized queries and keys, `layer` the whole layer of Qwen3-Next with its projections, `mamba2`
-that of Nemotron-H with as many groups as key heads and heads of half the width, without other kernels on either side. Results and
-gradients of both sides are compared before anything is timed.
+that of Nemotron-H with as many groups as key heads and heads of half the width, `kimi_delta` that of Kimi Linear, without other
+kernels on either side. Results and gradients of both sides are compared before anything is timed.
 Times are of the processor, so use one thread; both sides alternate in one process, and the figure that counts is the ratio, given
 with the spread of the pairs. Memory: each side runs alone in a process of its own; peak of resident memory over what it held
 before the first forward. Linux only (it reads /proc).
@@ -23,13 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet, torch_chunk_gated_delta_rule
 
 from forge_models import DecoderConfig
 from forge_models.blocks.delta_net import GatedDeltaNet, unit
 from forge_models.blocks.delta_rule import gated_delta_rule
+from forge_models.blocks.kimi_delta import KimiDelta
 from forge_models.blocks.mamba import StateSpaceMixer
+from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import GDN
 from forge_models.components.state_space import Mamba2
 
@@ -102,7 +105,30 @@ def mamba2(options: argparse.Namespace) -> tuple[dict[str, Run], list[Tensor]]:
     return runs, [x]
 
 
-PROBLEMS = {"rule": rule, "layer": layer, "mamba2": mamba2}
+def kimi_delta(options: argparse.Namespace) -> tuple[dict[str, Run], list[Tensor]]:
+    """Both layers of Kimi Delta Attention with equal weights, and their input."""
+    sizes: dict[str, Any] = {"linear_num_heads": options.heads, "linear_head_dim": options.width, "rms_norm_eps": 1e-5}
+    sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    theirs: Any = KimiLinearDeltaAttention(AutoConfig.for_model("kimi_linear", hidden_size=options.dim, **sizes), 0)
+    with torch.no_grad():  # the constructor leaves them as the memory was; decays of 0.85 to 0.999 a token
+        theirs.forget_gate.A_log.uniform_(0, 2.77)
+        theirs.forget_gate.dt_bias.uniform_(-7, -4.5)
+    component = KDA(heads=options.heads, head_dim=options.width, norm_eps=1e-5)
+    ours = component.build(DecoderConfig(dim=options.dim, heads=8, vocab_size=8).shape.context(0))
+    assert isinstance(ours, KimiDelta)
+    names = {f"{name}_proj.weight": f"{name}_proj.weight" for name in ("q", "k", "v", "b", "g_a", "g_b", "o")}
+    names |= {f"f_{end}_proj.weight": f"forget_gate.f_{end}_proj.weight" for end in "ab"}
+    names |= {f"decay.{name}": f"forget_gate.{name}" for name in ("A_log", "dt_bias")} | {"norm.weight": "o_norm.weight"}
+    found = {name: theirs.get_parameter(of) for name, of in names.items()}
+    filters = theirs.conv1d.weight.squeeze(1).chunk(3)
+    found |= {f"{name}_conv.weight": part for name, part in zip("qkv", filters, strict=True)}
+    ours.load_state_dict({name: found[name].reshape(tensor.shape) for name, tensor in ours.state_dict().items()})
+    x = torch.randn(1, options.length, options.dim)
+    runs: dict[str, Run] = {"transformers": lambda x: theirs(x), "forge": lambda x: ours(x, None, None)}  # type: ignore[arg-type]
+    return runs, [x]
+
+
+PROBLEMS = {"rule": rule, "layer": layer, "mamba2": mamba2, "kimi_delta": kimi_delta}
 
 
 def run(function: Run, given: list[Tensor]) -> tuple[float, list[Tensor]]:

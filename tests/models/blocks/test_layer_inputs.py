@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from forge_core.errors import ConfigError
+from forge_core.registry import Registry
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, LayerInputsConfig, MTPConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.components.layers import ClampedSwiGLU, GeGLU
 from forge_models.components.recurrent import Hybrid
 from forge_models.shape import Streams, ValueEmbeddings
+from forge_train.recipe.load import load_recipe
 
 SIZES: dict[str, Any] = {"dim": 16, "layers": 6, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40, "max_length": 32}
 EPS = 1e-5
@@ -121,6 +124,13 @@ def test_fields_that_need_each_other_are_refused_alone() -> None:
             DecoderConfig(**SIZES, streams=Streams(count=2), **other)
     with pytest.raises(ValueError, match="causal = false does not support shared_kv_layers"):
         GQA(causal=False, shared_kv_layers=1)
+
+
+def test_compiled_blocks_that_share_keys_and_values_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"shared_kv_layers: = 1 is not proven with compilation: .* remove \[transforms.compile\]"
+    ):
+        load_recipe("debug", ["--model.attention.shared_kv_layers=1", "--transforms.compile.mode=default"], 1, Registry())
 
 
 def test_blocks_of_mtp_modules_have_keys_of_their_own_and_no_vectors() -> None:

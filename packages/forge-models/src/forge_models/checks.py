@@ -73,7 +73,8 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
 
 
 def layers_share_a_stage(job: Job, layout: Layout) -> Iterator[Fault]:
-    """Checks that what layers take besides the residual stream is on their stage of a pipeline."""
+    """Checks that what layers take besides the residual stream is on their stage of a pipeline, and that their blocks, which
+    are of many kinds, are not compiled."""
     if layout.pp > 1 and getattr(job.model, "layer_inputs", None) is not None:
         yield Fault(
             "model.layer_inputs",
@@ -86,6 +87,13 @@ def layers_share_a_stage(job: Job, layout: Layout) -> Iterator[Fault]:
             "model.attention.shared_kv_layers",
             f"= {shared}: these layers take keys and values of earlier ones, which a pipeline has on other stages",
             hint="set parallel.pp = 1, or shared_kv_layers = 0",
+        )
+    if shared and "compile" in job.transforms:
+        yield Fault(
+            "model.attention.shared_kv_layers",
+            f"= {shared} is not proven with compilation: blocks that give, take or keep keys and values are compiled separately, "
+            "in training and in evaluation, and torch limits their number",
+            hint="remove [transforms.compile], or set shared_kv_layers = 0",
         )
 
 
