@@ -75,7 +75,7 @@ class SigmoidTopKConfig(Component):
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SigmoidTopK"
 
     scores: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"
-    """Function s of the logits: `sigmoid`, or `sqrt_softplus`, the root of ln(1 + exp(z)), which has no upper limit (DeepSeek-V4)."""
+    """Function s of the logits: `sigmoid`, or `sqrt_softplus`, the root of ln(1 + exp(z)), which has no limit (DeepSeek-V4)."""
     normalize: bool = True
     """Whether the chosen scores are divided by their sum."""
     scaling: Annotated[float, Gt(0)] = 1.0
