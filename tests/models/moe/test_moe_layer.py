@@ -281,7 +281,7 @@ def test_scores_without_a_limit_equal_the_router_of_deepseek_v4():
         part.router.bias.copy_(torch.linspace(-1, 1, 8))
         theirs.weight.copy_(part.router.weight)
         theirs.e_score_correction_bias.copy_(part.router.bias)
-    found, (logits, weights, experts) = part.router(flat, None), theirs(flat)
+    found, (_, weights, experts) = part.router(flat, None), theirs(flat)
     order, other = found.experts.argsort(1), experts.argsort(1)
     assert torch.equal(found.experts.gather(1, order), experts.gather(1, other))
     torch.testing.assert_close(found.weights.gather(1, order), weights.gather(1, other), rtol=1e-12, atol=0)
