@@ -290,7 +290,13 @@ def test_taps_hear_every_value_and_change_nothing(make, tokens):
     with listening(lambda name, x: seen.update({name: x})):
         heard = model(rows)
     assert torch.equal(quiet, heard)
-    others = ("router", "shared", "norm", *(f"attention.{part}" for part in ("latent", "gate", "beta", "log_decay")))
+    others = (
+        "router",
+        "shared",
+        "norm",
+        "layer_input",
+        *(f"attention.{part}" for part in ("latent", "gate", "beta", "log_decay")),
+    )
     inside = [name for name in INSIDE if not name.startswith(others)]
     assert list(seen) == [
         "embeddings",

@@ -160,6 +160,14 @@ WHOLE_HEADS: dict[str, dict[str, Any]] = {
 """Keys of families whose default sizes give no head of an even width, or whose default layers are refused."""
 
 
+HEADS_OF_LAYERS = {
+    "head_dim": ("sliding_attention", "head_dim"),
+    "global_head_dim": ("full_attention", "head_dim"),
+    "num_global_key_value_heads": ("full_attention", "num_key_value_heads"),
+}
+"""Keys of Gemma 4 -> layers for which they are, and the key of these layers."""
+
+
 def test_defaults_are_those_of_transformers() -> None:
     """A key that is absent means what it means there."""
     from transformers import AutoConfig
@@ -169,6 +177,11 @@ def test_defaults_are_those_of_transformers() -> None:
         for key, value in family.defaults.items():
             heads = config.num_attention_heads
             resolved = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
+            if family.model_type == "gemma4_text" and key in HEADS_OF_LAYERS:  # transformers has them layer by layer
+                layer, name = HEADS_OF_LAYERS[key]
+                own = getattr(config.per_layer_config[config.layer_types.index(layer)], name)
+                assert own == (family.defaults["num_key_value_heads"] if value is None else value), key
+                continue
             if family.model_type.startswith("qwen") and key == "sliding_window":
                 continue  # transformers forgets it while windows are off
             if key in ("no_rope_layers", "moe_layers") or (key.startswith("linear_") and value is None):
