@@ -504,7 +504,8 @@ class DecoderShape:
         head = self.labels or (0 if self.tied_embeddings else self.vocab_size)
         tables = (self.vocab_size + head) * self.dim
         tables += self.max_length * self.dim if self.learned_positions else 0
-        tables += sum(map(bool, map(self.value_embeddings, range(layers)))) * self.vocab_size * self.kv_heads * self.head_dim
+        settings: Any = getattr(getattr(attention, "full", attention), "value_embeddings", None)
+        tables += 0 if settings is None else len(settings.layers) * self.vocab_size * self.kv_heads * self.head_dim
         if (inputs := self.layer_inputs) is not None:
             tables += layers * inputs.dim * (inputs.vocab_size + 3 * self.dim)
         return tables + layers * each + feed_forward

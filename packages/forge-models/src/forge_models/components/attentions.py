@@ -180,7 +180,8 @@ class GQA(Component):
         if self.shared_kv_layers >= context.layers:
             raise ValueError(f"shared_kv_layers {self.shared_kv_layers} must be fewer than the model's {context.layers} layers")
         own = context.layers - self.shared_kv_layers
-        missing = {self._kind(layer) for layer in range(own, context.layers)} - {self._kind(layer) for layer in range(own)}
+        kinds = {self._kind(layer) for layer in range(own)} if self.shared_kv_layers else set[str]()
+        missing = {self._kind(layer) for layer in range(own, context.layers)} - kinds
         if missing:
             raise ValueError(
                 f"shared_kv_layers {self.shared_kv_layers} leaves no {missing.pop()} layer with keys and values; lower it"
