@@ -30,7 +30,7 @@ DECODER = DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_linear_layer_of_the_zoo_is_converted_and_no_head_expert_or_router(variant: str) -> None:
     sizes = {"dim": 48, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64} | VARIANTS[variant]
-    blueprint = Blueprint.of(DecoderConfig(**{**sizes, "layers": 2}).build)
+    blueprint = Blueprint.of(DecoderConfig(**{"layers": 2, **sizes}).build)
     paths = layers.candidates(blueprint.specs)
     modules = dict(blueprint.module.named_modules())
     assert {path for path in paths if isinstance(modules[path], nn.Linear)} == {
