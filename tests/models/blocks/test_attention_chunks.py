@@ -8,7 +8,7 @@ import torch
 from forge_core.batch import PADDING, Batch
 from forge_interp.attention_scores import capture_qk
 from forge_interp.tap_names import InterpError
-from forge_models.blocks.attention_chunks import chunk_numbers
+from forge_models.blocks.attention import chunk_numbers
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.flops import count_flops

@@ -11,7 +11,7 @@ from forge_core.batch import IGNORE, PADDING, MTPTargets
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
-from forge_models.blocks.attention_chunks import chunk_numbers, chunk_of
+from forge_models.blocks.attention import chunk_numbers
 from forge_models.blocks.block import Block, MTPModules
 from forge_models.blocks.cache import KVCache
 from forge_models.blocks.head import Head
@@ -330,10 +330,10 @@ class Decoder(nn.Module):
         Without `positions`, layers with chunks need a cache."""
         masks: dict[Any, Any] = {}
         for block in blocks:
-            window, key, chunk = getattr(_attention(block), "window", None), _mask_key(block), chunk_of(_attention(block))
+            attention, key = _attention(block), _mask_key(block)
             if key in masks:
                 continue
-            core = getattr(_attention(block), "core", None)
+            core, window, chunk = (getattr(attention, name, None) for name in ("core", "window", "chunk"))
             if core is None:
                 continue
             within, known = documents, starts

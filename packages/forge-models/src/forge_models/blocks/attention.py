@@ -2,6 +2,10 @@
 
 The core computes softmax(q k^T * scale + mask) v with the kernel that fits device, mask and soft cap. A mask lets a query see
 earlier keys in its window and document, or all keys of its document if attention is bidirectional.
+
+With chunks (Llama 4), a query sees the earlier keys of its own chunk, counted from the start of its document. A chunk is to its
+layer what a document is to others, so every kernel and every kind of context parallelism applies: `chunk_numbers` takes the place
+of the numbers of documents.
 """
 
 from collections.abc import Callable
@@ -20,7 +24,6 @@ from torch.nn.attention import SDPBackend
 from forge_core.protocols.model import AttentionCore, PositionedTokens
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models import accelerator
-from forge_models.blocks.attention_chunks import CHUNK
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs, unfilled, unit_rms
 from forge_models.blocks.rope import Rotary, Rotation, Temperature, rotate
@@ -119,7 +122,7 @@ class LocalAttention:
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
         """Returns the boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache;
-        `window` may be a `AttentionChunk`."""
+        `window` may be an `AttentionChunk`."""
         keys = torch.arange(extent, device=slots.device)
         seen = visible(slots[:, :, None] - keys, None if isinstance(window, AttentionChunk) else window)
         if isinstance(window, AttentionChunk):
@@ -350,6 +353,22 @@ def visible(distance: Tensor, window: int | None, causal: bool = True) -> Tensor
     return seen if window is None else seen & (distance < window)
 
 
+def chunk_numbers(documents: Tensor | None, positions: Tensor, size: int, longest: int, rows: int) -> Tensor:
+    """Returns the number of each token's chunk, (B, T) int64, different for chunks of different documents of a row.
+
+    Args:
+        documents: (B, T) document of each token; None: each row is one document.
+        positions: (T,) or (B, T) position of each token in its document, in any order.
+        size: number of positions of a chunk.
+        longest: maximum length of a document.
+        rows: B.
+    """
+    parts = torch.div(positions.to(torch.int64), size, rounding_mode="floor")
+    if documents is None:
+        return parts.expand(rows, -1)
+    return documents.to(torch.int64) * -(-longest // size) + parts
+
+
 def mask(documents: Tensor | None, length: int, window: int | None, device: Any, causal: bool = True) -> Tensor:
     """Returns the mask (B or 1, 1, T, T) of whole rows, bool, True = visible."""
     row = PositionedTokens(torch.arange(length, device=device), documents)
@@ -408,10 +427,10 @@ class Attention(nn.Module):
         self.core: AttentionCore = LocalAttention(
             core, capped=soft_cap is not None, width=context.head_dim, sinks=sinks, causal=causal
         )
-        self.chunk = int(window) if isinstance(window, AttentionChunk) else None
-        self.window = None if self.chunk is not None else window
+        self.chunk = window if isinstance(window, AttentionChunk) else None
+        self.window = window if self.chunk is None else None
         if self.chunk is not None:
-            self.mask_key = (CHUNK, self.chunk)
+            self.mask_key = ("chunk", self.chunk)
         rope = context.rope.of_layer(window is not None)
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), rope, temperature)
         self.scale = scale or 1 / sqrt(context.head_dim)

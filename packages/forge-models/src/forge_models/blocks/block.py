@@ -37,13 +37,16 @@ class Block(nn.Module):
 
     `before` and `after` are norms or the identity, depending on `norm_placement`: `pre` has only the first, `post` only the
     second, `sandwich` both. With a `parallel_residual`, the feed-forward layer reads x as well: x + attention + feed-forward.
-    With a `shared_norm` too, both parts read what one norm makes. Experts with `branch_norms` read the stream itself. A `sparse`
-    block has experts instead of the feed-forward layer.
-    `attention_only` blocks end behind the attention. `layer_input` adds what the vector of a layer lets in. With a
-    `layer_scalar`, the sum is multiplied with the buffer `scalar`.
+    With a `shared_norm` too, both parts read the output of one norm. Experts with `branch_norms` read the stream itself. A
+    `sparse` block has experts instead of the feed-forward layer, and an `attention_only` block has neither. `layer_input` then
+    adds to the stream what the token's vector for this layer gates. With a `layer_scalar`, the result is multiplied by the buffer
+    `scalar`.
 
-    With several residual streams, `x` is (B, T, streams, dim), and connections (`forge_models.blocks.streams`) read the input of
-    each part from the streams and add its output to them, in place of x and +.
+    With several residual streams, `x` is (B, T, streams, dim). Connections (`forge_models.blocks.streams`) then compute the input
+    of each part from all streams, and add its output to all of them.
+
+    `reads` has the names of the inputs that a block needs besides the stream, its rotation, mask and cache. An attention module
+    declares its own in an attribute of the same name; they follow the cache in its forward.
     """
 
     scalar: Tensor | None
@@ -67,10 +70,8 @@ class Block(nn.Module):
         normed = whole and not shape.shared_norm and (moe is None or not moe.branch_norms)
         self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before and normed else None
         self.sparse = moe is not None
-        self.indexed: bool = getattr(self.attention, "observes", False)
-        self.embeds_values: bool = getattr(self.attention, "reads_tokens", False)
-        wanted = {"token_mask": self.sparse or self.indexed, "tokens": self.sparse or self.embeds_values}
-        self.reads = tuple(name for name, reads in wanted.items() if reads)
+        self.observed: bool = getattr(self.attention, "observes", False)
+        self.attention_reads: tuple[str, ...] = getattr(self.attention, "reads", ())
         self.takes: str | None = getattr(self.attention, "takes", None)
         self.gives: str | None = getattr(self.attention, "gives", None)
         self.mlp: nn.Module | None = None
@@ -79,7 +80,8 @@ class Block(nn.Module):
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after and whole else None
         inputs = shape.layer_inputs if layer < shape.layers else None
         self.layer_input: LayerInput | None = None if inputs is None else LayerInput(inputs, context, mlp.activation)
-        self.reads += () if inputs is None else ("layer_input",)
+        others = (*(("token_mask", "tokens") if self.sparse else ()), *(() if inputs is None else ("layer_input",)))
+        self.reads = tuple(dict.fromkeys((*self.attention_reads, *others)))
         self.register_buffer("scalar", torch.full((1,), nan) if shape.layer_scalar else None)
         self.attention_streams = StreamConnection(shape) if shape.streams is not None else None
         self.mlp_streams = StreamConnection(shape) if shape.streams is not None and whole else None
@@ -112,15 +114,9 @@ class Block(nn.Module):
         x = tap("residual", x)
         read, weights = _read(x, self.attention_streams)
         normed = _normed(read, self.attention_norm)
-        arguments = (normed, rotation, attention_mask, cache)
-        seen: tuple[Any, ...] = ()
-        if self.indexed or self.gives is not None:
-            inner, further = self.attention(*arguments, token_mask) if self.indexed else self.attention(*arguments)
-            seen = (further,)
-        elif self.embeds_values:
-            inner = self.attention(*arguments, tokens)
-        else:
-            inner = self.attention(*arguments) if self.takes is None else self.attention(*arguments, key_values)
+        given = {"token_mask": token_mask, "tokens": tokens, "key_values": key_values}
+        result = self.attention(normed, rotation, attention_mask, cache, *(given[name] for name in self.attention_reads))
+        inner, *seen = result if isinstance(result, tuple) else (result,)
         inner = tap("attention.output", inner)
         added = tap("attention.added", self._scaled(inner, self.attention_post_norm))
         if self.mlp is None:
@@ -144,7 +140,7 @@ class Block(nn.Module):
         attention: Any = self.attention
         if router_stats is not None:
             mlp.observe(router_stats)
-        if self.indexed:
+        if self.observed:
             attention.observe(attention_stats)
 
     def _end(self, x: Tensor, inner: Tensor, weights: tuple[Tensor, ...], layer_input: Tensor | None) -> Tensor:

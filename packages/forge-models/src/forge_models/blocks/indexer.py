@@ -183,8 +183,9 @@ class IndexedAttention(LatentAttention):
     """
 
     treats_blocks_alike: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("token_mask",)
     observes: ClassVar[bool] = True
-    """True: its forward takes `token_mask`, and returns a second value for `observe`."""
+    """True: its forward returns a second value for `observe`."""
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class ReusingAttention(Attention):
     ) -> None:
         super().__init__(context, **options)
         self.v_norm, self.takes, self.gives = v_norm, takes, gives
+        self.reads = ("key_values",) if takes else ()
         if keys_as_values or takes:
             self.v_proj = None  # type: ignore[assignment]
         if takes:

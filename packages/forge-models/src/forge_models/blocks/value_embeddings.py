@@ -56,7 +56,7 @@ class ValueEmbeddedAttention(Attention):
     """Attention whose values are those of `Attention` plus the rows of its tokens; it is called with their ids as well."""
 
     treats_blocks_alike: ClassVar[bool] = True
-    reads_tokens: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def __init__(self, context: BlockContext, settings: ValueEmbeddings, **options: Any) -> None:
         super().__init__(context, **options)

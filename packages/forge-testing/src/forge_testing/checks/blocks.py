@@ -128,8 +128,8 @@ class _Attend:
         window = getattr(self.module, "window", None)
         mask = None if core is None else core.prepare(documents, x.shape[1], window, x.device)
         ids = (1000 * x[..., 0].abs()).long() % self.context.vocab_size  # one token has the same id in every row
-        more = {"tokens": ids} if getattr(self.module, "reads_tokens", False) else {}
-        found = self.module(x, rotary(positions, documents), mask, None, **more)
+        more = (ids,) if "tokens" in getattr(self.module, "reads", ()) else ()
+        found = self.module(x, rotary(positions, documents), mask, None, *more)
         return found[0] if isinstance(found, tuple) else found  # an attention with an indexer also returns statistics
 
 
