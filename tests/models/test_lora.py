@@ -12,6 +12,7 @@ from forge_models.components.attentions import MLA
 from forge_models.components.experts import SigmoidTopKConfig
 from forge_models.components.lora import LoRAConfig
 from forge_vlm.components.model import VLM
+from models.variants import SIZES, VARIANTS
 
 SMALL = DecoderConfig(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
 EXPERTS = MoEConfig(experts=4, top_k=2, kernel="loop", router=SigmoidTopKConfig(bias_rate=0.1))
@@ -84,6 +85,25 @@ def test_the_base_is_everything_but_the_adapter_and_is_frozen(moe: MoEConfig | N
     if moe is not None:  # its biases would follow the loads of the run
         assert model.blocks["0"].mlp.router.bias_rate == 0
     assert SMALL.build().specs().base == frozenset()
+
+
+@pytest.mark.parametrize("name", [name for name, fields in VARIANTS.items() if "mtp" not in fields])
+def test_adapters_of_every_matrix_of_every_variant_equal_merged_weights(name: str) -> None:
+    """W + scale * B A, for layers and for stacks of experts; no part of a model reads a weight without its adapter."""
+    config, lora = DecoderConfig(**SIZES | VARIANTS[name]), LoRAConfig(rank=2, alpha=6, targets=("*",))
+    adapted: Any = spread(replace(config, lora=lora).build()).eval()
+    state, plain = adapted.state_dict(), config.build().double().eval()
+    with torch.no_grad():
+        for parameter, tensor in plain.state_dict().items():
+            path, _, slot = parameter.rpartition(".")
+            prefix = f"{path}.{slot}_" if f"{path}.{slot}_lora_a" in state else f"{path}."
+            a, b = (state.get(f"{prefix}lora_{letter}") for letter in "ab")
+            has = a is not None and b is not None and slot != "bias"
+            tensor.copy_(state[parameter] + 3 * b @ a if has else state[parameter])  # type: ignore[operator]
+        x = torch.arange(14).view(2, 7) * 5 % 101
+        torch.testing.assert_close(adapted(x), plain(x), rtol=1e-9, atol=1e-9)
+    hidden, experts = config.shape.matrices()
+    assert sum("lora_a" in parameter for parameter in state) == len([*hidden, *experts])
 
 
 def test_names_of_a_plan_are_those_of_the_modules() -> None:

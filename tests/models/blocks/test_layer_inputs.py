@@ -126,7 +126,9 @@ def test_fields_that_need_each_other_are_refused_alone() -> None:
         GQA(causal=False, shared_kv_layers=1)
 
 
-def test_compiled_blocks_that_share_keys_and_values_are_refused() -> None:
+def test_compiled_blocks_with_more_inputs_than_the_stream_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.layer_inputs: are not proven with compilation; remove \[transforms"):
+        load_recipe("debug", ["--model.layer_inputs.dim=8", "--transforms.compile.mode=default"], 1, Registry())
     with pytest.raises(
         ConfigError, match=r"shared_kv_layers: = 1 is not proven with compilation: .* remove \[transforms.compile\]"
     ):

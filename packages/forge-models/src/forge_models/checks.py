@@ -73,13 +73,20 @@ def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
 
 
 def layers_share_a_stage(job: Job, layout: Layout) -> Iterator[Fault]:
-    """Checks that what layers take besides the residual stream is on their stage of a pipeline, and that their blocks, which
-    are of many kinds, are not compiled."""
-    if layout.pp > 1 and getattr(job.model, "layer_inputs", None) is not None:
+    """Checks that what layers take besides the residual stream is on their stage of a pipeline, and that such layers are not
+    compiled."""
+    inputs = getattr(job.model, "layer_inputs", None)
+    if layout.pp > 1 and inputs is not None:
         yield Fault(
             "model.layer_inputs",
             "are made from embedded tokens, which only the first stage of a pipeline has",
             hint="set parallel.pp = 1, or remove [model.layer_inputs]",
+        )
+    if inputs is not None and "compile" in job.transforms:
+        yield Fault(
+            "model.layer_inputs",
+            "are not proven with compilation",
+            hint="remove [transforms.compile], or [model.layer_inputs]",
         )
     shared = getattr(getattr(getattr(job.model, "shape", None), "attention", None), "shared_kv_layers", 0)
     if layout.pp > 1 and shared:

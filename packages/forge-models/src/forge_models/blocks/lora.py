@@ -135,11 +135,11 @@ class LoRAExperts(Experts):
 
 
 def matrices_of(model: nn.Module) -> list[str]:
-    """Returns the names of the matrices of a model that can have an adapter: linear layers and stacked experts in blocks, by
-    path, without `.weight`."""
+    """Returns the paths, without `.weight`, of the matrices that can have an adapter: linear layers and experts of blocks,
+    and the projection of per-layer embeddings."""
     names = []
     for path, module in model.named_modules():
-        if path.startswith("blocks.") and type(module) in (Linear, nn.Linear):
+        if path.startswith(("blocks.", "layer_inputs.")) and type(module) in (Linear, nn.Linear):
             names.append(path)
         elif path.startswith("blocks.") and isinstance(module, Experts):
             names += [f"{path}.{name}" for name, stack in module.named_parameters(recurse=False) if stack.dim() == 3]
