@@ -21,6 +21,7 @@ KEYS = (
         "apiKey",
         "API-KEY",
         "hf_token",
+        "eos_hf_token",
         "token",
         "secret",
         "client_secret",
@@ -46,6 +47,9 @@ KEYS = (
 HARMLESS = (
     "tokenizer",
     "max_tokens",
+    "eos_token",
+    "data.tokenizer.pad_token",
+    "image_token_id",
     "kv_heads",
     "author",
     "authors",

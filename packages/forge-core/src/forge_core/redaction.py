@@ -31,7 +31,15 @@ _PERHAPS = re.compile(r"token(?!i[sz])|keys?(?![a-z])")
 """Numbers under such a key are counts: `max_tokens = 12`."""
 
 _COUNTED = re.compile(
-    r"tokens(?![a-z])|(?<![a-z])key(?=s? ?(heads|norm|class|lines|value|names?|dim)(?![a-z]))|monkey|(key|token)_error"
+    "|".join(
+        (
+            r"tokens(?![a-z])",
+            r"(?<![a-z_])(?:bos|eos|pad|unk|mask|sep|cls|image|video|audio|stop)_token(?![a-z])",  # of a vocabulary
+            r"(?<![a-z])key(?=s? ?(heads|norm|class|lines|value|names?|dim)(?![a-z]))",
+            "monkey",
+            "(key|token)_error",
+        )
+    )
 )
 
 _HOST = re.compile(r"(?:\[[\da-fA-F:.%\w]*\]|[^:\[\]@]*)(?::\d*)?")
@@ -177,7 +185,7 @@ def _secret_strings(line: str) -> str:
     line = _QUERY.sub(f"?{HIDDEN}", line)
     line = _ASSIGNED.sub(lambda match: _assigned(match, f'"{HIDDEN}"'), line)
     line = _PLAIN.sub(_plain, line)
-    line = _HEADER.sub(lambda match: f"{match['key']}: {HIDDEN}", line)
+    line = _HEADER.sub(lambda match: f"{match['key']}: {HIDDEN}" if secret(match["key"]) else match[0], line)
     line = _SCHEME.sub(lambda match: f"{match['kind']} {HIDDEN}", line)
     return _KNOWN.sub(HIDDEN, line)
 
