@@ -34,6 +34,8 @@ LIBRARIES = (
     *("h5py", "ipykernel", "matplotlib", "nbclient", "scikit-learn", "scipy", "xarray", "zarr"),
 )
 TRITON = "triton==3.7.1"
+FLA = ("fla-core==0.6.0", "einops==0.8.2")
+"""Kernels of recurrent layers, which the rehearsal runs in Triton's interpreter."""
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 DOCUMENTATION = ("furo", "myst-nb", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
@@ -94,14 +96,19 @@ def slurm(session: nox.Session) -> None:
 def rehearsal(session: nox.Session) -> None:
     """What runs on GPUs only, on CUDA devices made of host memory; what is compiled for them. The first time g++ builds them."""
     _workshop(session)
-    triton = ROOT / ".nox" / TRITON  # not in the workshop: torch behaves differently where it finds Triton
-    if sys.platform == "linux" and not triton.exists():
-        with tempfile.TemporaryDirectory(dir=triton.parent) as fresh:
-            _install(session, _tool("python"), "--no-deps", "--target", f"{fresh}/whole", TRITON)
-            Path(fresh, "whole").rename(triton)
+    triton, fla = ROOT / ".nox" / TRITON, ROOT / ".nox" / FLA[0]
+    for place, wanted in (
+        (triton, (TRITON,)),
+        (fla, FLA),
+    ):  # not in the workshop: torch behaves differently where it finds Triton
+        if sys.platform == "linux" and not place.exists():
+            with tempfile.TemporaryDirectory(dir=place.parent) as fresh:
+                _install(session, _tool("python"), "--no-deps", "--target", f"{fresh}/whole", *wanted)
+                Path(fresh, "whole").rename(place)
+    kernels = {"FORGE_REHEARSAL_TRITON": str(triton), "FORGE_REHEARSAL_FLA": str(fla)}
     with tempfile.TemporaryDirectory() as reached:  # a part of the rehearsal says nothing of the lines that the whole runs
         whole = {} if session.posargs else {"FORGE_REHEARSAL_REACHED": reached}
-        _pytest(session, "rehearsal and not gpu and not slow", environment={"FORGE_REHEARSAL_TRITON": str(triton), **whole})
+        _pytest(session, "rehearsal and not gpu and not slow", environment={**kernels, **whole})
 
 
 @nox.session(venv_backend="none")

@@ -8,6 +8,7 @@ import torch
 
 from forge_core.layout import Layout
 from forge_models.blocks.attention import LocalAttention, block_mask, mask
+from forge_models.blocks.fla_kernels import CHANNEL_DELTA, GATED_DELTA, STATE_SPACE, prove
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SoftmaxTopKConfig
@@ -227,3 +228,13 @@ def test_host_waits_of_a_class_do_not_grow_with_its_layers(name):
         counts.append(len(waits))
         assert all("masking_utils" in wait for wait in waits), waits
     assert counts[0] == counts[1] <= len(batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("widths", "heads"), [((64, 64), (4, 4)), ((128, 128), (2, 4)), ((64, 128), (4, 8))])
+@pytest.mark.parametrize("kernel", [GATED_DELTA, CHANNEL_DELTA, STATE_SPACE], ids=lambda kernel: kernel.function)
+def test_kernels_of_flash_linear_attention_pass_their_test(kernel, widths, heads, dtype):
+    """`prove` compares values, states and gradients with plain torch in fp64, and raises."""
+    pytest.importorskip("fla")
+    key_heads = heads[1] if kernel is CHANNEL_DELTA else heads[0]
+    prove(kernel, torch.device("cuda", 0), dtype, key_heads, heads[1], *widths)

@@ -30,22 +30,22 @@ def draws_initial_weights(device: torch.device) -> bool:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU, for which cuDNN's attention and FlashAttention-3 are optimized."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def has_flex(device: torch.device, wanted: bool = False) -> bool:
     """Whether flex attention is compiled for the device. If `wanted`, warns once about an accelerator without it."""
-    if wanted and not _is_nvidia(device) and device.type not in HOSTS:
+    if wanted and not is_nvidia(device) and device.type not in HOSTS:
         _tell(
             f"attention: this accelerator ({_kind(device)}) has no tested flex attention; documents, windows and soft "
             "caps use a mask of length x length, as on a CPU; data.documents = 'ignore' needs no mask"
         )
-    return _is_nvidia(device)
+    return is_nvidia(device)
 
 
 def takes_lengths(device: torch.device) -> bool:
     """Whether the device has attention with document lengths (FlashAttention: Ampere and later)."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= AMPERE
+    return is_nvidia(device) and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def groups_fault(device: torch.device, dtype: torch.dtype, groups: int) -> str:
@@ -55,7 +55,7 @@ def groups_fault(device: torch.device, dtype: torch.dtype, groups: int) -> str:
     """
     if device.type in HOSTS:
         return ""
-    if not _is_nvidia(device):
+    if not is_nvidia(device):
         return f"grouped_mm is tested on NVIDIA GPUs only, not on {_kind(device)}"
     found = torch.cuda.get_device_capability(device)
     if found[0] not in GROUPS:
@@ -80,5 +80,5 @@ def _kind(device: torch.device) -> str:
     return "ROCm" if device.type == "cuda" else device.type
 
 
-def _is_nvidia(device: torch.device) -> bool:
+def is_nvidia(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None

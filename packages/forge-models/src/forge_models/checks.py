@@ -12,6 +12,7 @@ from forge_models.base_format import NF4_BLOCK
 from forge_models.components.attentions import GQA
 from forge_models.components.experts import MoEConfig
 from forge_models.components.lora import LoRAConfig
+from forge_models.components.recurrent import RecurrentLayer
 from forge_models.components.transformers import TransformersConfig
 from forge_models.hf.causal_lm_classes import folder_refusal, record_of
 
@@ -102,6 +103,25 @@ def layers_share_a_stage(job: Job, layout: Layout) -> Iterator[Fault]:
             "in training and in evaluation, and torch limits their number",
             hint="remove [transforms.compile], or set shared_kv_layers = 0",
         )
+
+
+def recurrent_kernels_fit(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)
+    """Checks that kernels of flash-linear-attention are neither compiled nor asked for fp64 or for the same bits each time."""
+    attention: Any = getattr(job.model, "attention", None)
+    for part, key in ((attention, "kernel"), (getattr(attention, "recurrent", None), "recurrent.kernel")):
+        if not isinstance(part, RecurrentLayer) or part.kernel == "torch":
+            continue
+        name, hint = f"model.attention.{key}", f"set model.attention.{key} = 'torch'"
+        if "compile" in job.transforms:
+            yield Fault(name, "= 'fla' cannot be compiled", hint=f"{hint}, or remove [transforms.compile]")
+        if job.precision.compute == "fp64":
+            yield Fault(name, "= 'fla' has no fp64", hint=f"{hint}, or precision.compute = 'bf16'")
+        if job.train.deterministic:
+            yield Fault(
+                name,
+                "= 'fla' chooses its tiles by timing them, so a second run has other bits",
+                hint=f"{hint}, or train.deterministic = false",
+            )
 
 
 def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check receives both)

@@ -41,6 +41,7 @@ PARTS = {
         "experts_fit": "forge_models.checks:experts_fit",
         "experts_see_other_tokens": "forge_models.checks:experts_see_other_tokens",
         "layers_share_a_stage": "forge_models.checks:layers_share_a_stage",
+        "recurrent_kernels_fit": "forge_models.checks:recurrent_kernels_fit",
         "objective_fits": "forge_models.checks:objective_fits",
     },
     "forge.converters": {

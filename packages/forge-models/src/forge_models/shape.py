@@ -14,6 +14,8 @@ from forge_core.specs import Matrix
 AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
 
+RecurrentKernel = Literal["torch", "fla"]
+
 
 class AttentionChunk(int):
     """Number of positions of a chunk, in the place of a window: a position attends to earlier positions of its own chunk."""

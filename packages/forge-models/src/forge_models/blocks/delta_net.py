@@ -6,6 +6,8 @@ that is projected from the input, precedes the output projection. A document beg
 zeros before it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import RecurrentCore
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
+from forge_models.blocks import fla_kernels
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.delta_rule import gated_delta_rule
 from forge_models.blocks.layers import Linear, RMSNorm, linear_specs, unfilled
@@ -21,7 +24,7 @@ from forge_models.blocks.recurrence import LocalRecurrence, tap_heads
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.blocks.short_conv import HEADS, HeadFilter, widened
 from forge_models.inner_values import tap
-from forge_models.shape import BlockContext
+from forge_models.shape import BlockContext, RecurrentKernel
 
 LENGTH_EPS = 1e-6
 """Added to the square of a length before its root."""
@@ -42,11 +45,12 @@ def delta_rule(
     skip: Tensor | None,
     documents: Tensor | None,
     state: Tensor | None,
+    compute: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule,
 ) -> tuple[Tensor, Tensor]:
     """Normalizes queries and keys to length 1 and applies the gated delta rule; see `blocks.recurrence.Rule`."""
     del skip
     q, k = tap_heads("attention.q", unit(q)), tap_heads("attention.k", unit(k))
-    return gated_delta_rule(q / sqrt(q.shape[-1]), k, tap_heads("attention.v", v), g, beta, documents=documents, state=state)
+    return compute(q / sqrt(q.shape[-1]), k, tap_heads("attention.v", v), g, beta, documents=documents, state=state)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -98,11 +102,14 @@ class GatedDeltaNet(nn.Module):
         conv_width: int,
         negative_eigenvalues: bool,
         norm_eps: float,
+        kernel: RecurrentKernel = "torch",
     ) -> None:
         super().__init__()
         self.context = context
         self.key_dim, self.value_dim, self.negative_eigenvalues = key_dim, value_dim, negative_eigenvalues
-        self.core: RecurrentCore = LocalRecurrence(delta_rule)
+        self.core: RecurrentCore = LocalRecurrence(
+            partial(delta_rule, compute=fla_kernels.gated_delta_rule) if kernel == "fla" else delta_rule
+        )
         # Unused, but equal to that of attention layers, so that no other rotation is computed.
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope)
         keys, values = key_heads * key_dim, value_heads * value_dim

@@ -6,6 +6,8 @@ pairs of matrices of low rank. A norm of each head, times the sigmoid of the gat
 begins with an empty state, and its convolution sees zeros before it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import RecurrentCore
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
+from forge_models.blocks import fla_kernels
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.channel_delta import channel_delta_rule
 from forge_models.blocks.delta_net import STEP_RANGE, unit
@@ -22,7 +25,7 @@ from forge_models.blocks.recurrence import LocalRecurrence, tap_heads
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.blocks.short_conv import HEADS, HeadFilter, widened
 from forge_models.inner_values import tap
-from forge_models.shape import BlockContext
+from forge_models.shape import BlockContext, RecurrentKernel
 
 A_RANGE = (1.0, 16.0)
 """Range of the initial decay rates exp(A_log)."""
@@ -44,12 +47,13 @@ def kimi_rule(
     skip: Tensor | None,
     documents: Tensor | None,
     state: Tensor | None,
+    compute: Callable[..., tuple[Tensor, Tensor]] = channel_delta_rule,
 ) -> tuple[Tensor, Tensor]:
     """Normalizes queries and keys to length 1 and applies the delta rule; see `blocks.recurrence.Rule`."""
     del skip
     q, k = tap_heads("attention.q", unit(q)), tap_heads("attention.k", unit(k))
     v = tap_heads("attention.v", v)
-    return channel_delta_rule(q / sqrt(q.shape[-1]), k, v, g, beta, documents=documents, state=state)
+    return compute(q / sqrt(q.shape[-1]), k, v, g, beta, documents=documents, state=state)
 
 
 class ChannelDecay(nn.Module):
@@ -83,11 +87,22 @@ class KimiDelta(nn.Module):
     mask_key: ClassVar[str] = "documents"
     """What is prepared for a batch is shared by layers with this key, not by those with the same window."""
 
-    def __init__(self, context: BlockContext, *, heads: int, head_dim: int, conv_width: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        context: BlockContext,
+        *,
+        heads: int,
+        head_dim: int,
+        conv_width: int,
+        norm_eps: float,
+        kernel: RecurrentKernel = "torch",
+    ) -> None:
         super().__init__()
         self.context = context
         self.head_dim = head_dim
-        self.core: RecurrentCore = LocalRecurrence(kimi_rule)
+        self.core: RecurrentCore = LocalRecurrence(
+            partial(kimi_rule, compute=fla_kernels.channel_delta_rule) if kernel == "fla" else kimi_rule
+        )
         # Unused, but equal to that of attention layers, so that no other rotation is computed.
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope)
         width = heads * head_dim

@@ -6,6 +6,8 @@ and writes the states. A norm over the channels of each group precedes the outpu
 the norm or after it. A document begins with an empty state, and its convolution sees zeros before it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import RecurrentCore
 from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
+from forge_models.blocks import fla_kernels
 from forge_models.blocks.cache import LayerCache
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.recurrence import LocalRecurrence, tap_heads
@@ -22,7 +25,7 @@ from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.blocks.short_conv import HEADS, HeadFilter, widened
 from forge_models.blocks.state_space import state_space
 from forge_models.inner_values import tap
-from forge_models.shape import BlockContext
+from forge_models.shape import BlockContext, RecurrentKernel
 
 A_RANGE = (1.0, 16.0)
 """Range of the initial decay rates exp(A_log)."""
@@ -43,11 +46,12 @@ def selective_scan(
     skip: Tensor | None,
     documents: Tensor | None,
     state: Tensor | None,
+    compute: Callable[..., tuple[Tensor, Tensor]] = state_space,
 ) -> tuple[Tensor, Tensor]:
     """Applies the selective state space; see `blocks.recurrence.Rule`."""
     assert skip is not None
     q, k, v = tap_heads("attention.q", q), tap_heads("attention.k", k), tap_heads("attention.v", v)
-    return state_space(q, k, v, g, beta, skip, documents=documents, state=state)
+    return compute(q, k, v, g, beta, skip, documents=documents, state=state)
 
 
 class HeadSteps(nn.Module):
@@ -166,11 +170,14 @@ class StateSpaceMixer(nn.Module):
         step_min: float,
         step_max: float | None,
         norm_eps: float,
+        kernel: RecurrentKernel = "torch",
     ) -> None:
         super().__init__()
         self.context = context
         self.head_dim, self.state_dim = head_dim, state_dim
-        self.core: RecurrentCore = LocalRecurrence(selective_scan)
+        self.core: RecurrentCore = LocalRecurrence(
+            partial(selective_scan, compute=fla_kernels.state_space_scan) if kernel == "fla" else selective_scan
+        )
         # Unused, but equal to that of attention layers, so that no other rotation is computed.
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope)
         values, keys = heads * head_dim, groups * state_dim

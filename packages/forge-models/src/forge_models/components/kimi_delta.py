@@ -22,7 +22,7 @@ class KDA(RecurrentLayer):
     """Kimi Delta Attention (Kimi Team, 2025): Gated DeltaNet whose decay differs by channel of the keys.
 
     Time and memory per token do not grow with the length. A document begins with an empty state. It has no rotary positions. The
-    chunks are computed in plain torch on every device.
+    chunks are computed in plain torch, or with `kernel = "fla"`.
     """
 
     key_class: ClassVar = IDENTITY
@@ -73,4 +73,5 @@ class KDA(RecurrentLayer):
             head_dim=self.head_dim or context.head_dim,
             conv_width=self.conv_width,
             norm_eps=self.norm_eps or getattr(context.norm, "eps", 1e-6),
+            kernel=self.kernel,
         )

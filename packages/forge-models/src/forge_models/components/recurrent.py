@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import IDENTITY, Component, Slot
 from forge_core.specs import Matrix
 from forge_models.components.attentions import GQA
-from forge_models.shape import BlockContext, NormPlacement
+from forge_models.shape import BlockContext, NormPlacement, RecurrentKernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayer(Component):
     """Base class of the recurrent layers of this distribution."""
+
+    kernel: RecurrentKernel = "torch"
+    """What computes the states: `torch` on every device, or `fla`, the Triton kernels of flash-linear-attention on CUDA
+    (`pip install 'forge-models[fla]'`). Before its first use, a kernel is tested against `torch` on the device. It multiplies in
+    TF32 or 16 bits and chooses its tiles by timing them, so a resumed run has other bits. It is not compiled. Plans count the
+    memory of `torch`."""
 
     def window_at(self, layer: int) -> int:
         """Returns 1: a token works with one state, whatever the length."""
@@ -41,7 +47,7 @@ class GDN(RecurrentLayer):
     """Gated DeltaNet (Yang et al., 2024): a state of fixed size per head instead of keys and values of all tokens.
 
     Time and memory per token do not grow with the length. A document begins with an empty state. It has no rotary positions. The
-    chunks are computed in plain torch on every device.
+    chunks are computed in plain torch, or with `kernel = "fla"`.
     """
 
     key_class: ClassVar = IDENTITY
@@ -117,6 +123,7 @@ class GDN(RecurrentLayer):
             conv_width=self.conv_width,
             negative_eigenvalues=self.negative_eigenvalues,
             norm_eps=self.norm_eps or getattr(context.norm, "eps", 1e-6),
+            kernel=self.kernel,
         )
 
 

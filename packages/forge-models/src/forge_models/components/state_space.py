@@ -22,7 +22,7 @@ class Mamba2(RecurrentLayer):
     """Mamba-2 (Dao and Gu, 2024): a state of fixed size per head, whose decay and input depend on the token.
 
     Time and memory per token do not grow with the length. A document begins with an empty state. It has no rotary positions. The
-    chunks are computed in plain torch on every device.
+    chunks are computed in plain torch, or with `kernel = "fla"`.
     """
 
     key_class: ClassVar = IDENTITY
@@ -115,4 +115,5 @@ class Mamba2(RecurrentLayer):
             step_min=self.step_min,
             step_max=self.step_max,
             norm_eps=self.norm_eps or getattr(context.norm, "eps", 1e-6),
+            kernel=self.kernel,
         )
