@@ -10,6 +10,7 @@ from forge_data.sources import megatron
 from forge_data.sources.arrays import ArrayWriter, open_tokens
 from forge_data.sources.megatron import HEAD, MAGIC, Index, open_megatron, pairs
 from forge_data.sources.records import grouped, ids_of, in_split
+from forge_data.sources.text import stdlib_files
 from forge_data.storage import shards
 from forge_data.storage.files import find_one
 
@@ -114,3 +115,12 @@ def test_nothing_is_held_out_of_nothing_and_everything_of_everything() -> None:
     for held_out, count in ((0.0, 0), (1.0, 200)):
         assert sum(in_split(name, "held_out", held_out) for name in names) == count
         assert sum(in_split(name, "train", held_out) for name in names) == 200 - count
+
+
+def test_a_link_of_the_standard_library_that_leads_nowhere_is_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's `sitecustomize.py` is a link to `/etc`, and a directory may be called like a module."""
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    (tmp_path / "os.py").write_text("first\n")
+    (tmp_path / "zone.py").mkdir()
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "etc/sitecustomize.py")
+    assert [file.name for file in stdlib_files().files] == ["os.py"]

@@ -90,5 +90,6 @@ def _library_modules(root: Path) -> Iterator[tuple[str, Path]]:
         folders[:] = [name for name in folders if name not in STDLIB_LEFT_OUT]  # os.walk skips the removed ones
         # _sysconfigdata holds the paths of the machine that built Python.
         modules = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
-        paths += [Path(folder, name) for name in modules]
+        # Distributions link to files of the machine, such as sitecustomize.py, which need not exist.
+        paths += [path for name in modules if (path := Path(folder, name)).is_file()]
     yield from sorted((path.relative_to(root).as_posix(), path) for path in paths)
