@@ -117,7 +117,7 @@ def test_nothing_is_held_out_of_nothing_and_everything_of_everything() -> None:
         assert sum(in_split(name, "train", held_out) for name in names) == 200 - count
 
 
-def test_a_link_of_the_standard_library_that_leads_nowhere_is_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_leads_nowhere_is_no_document_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's `sitecustomize.py` is a link to `/etc`, and a directory may be called like a module."""
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     (tmp_path / "os.py").write_text("first\n")

@@ -11,13 +11,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from forge_core.errors import ForgeError
 from forge_models.hf.streamed_forward import logits_of
 from forge_train.formats.forge import ForgeConverter
-from forge_train.formats.frameworks import KEMPNERFORGE, TORCHTITAN, FrameworkWeights, Names, read_framework
-from forge_train.formats.torch_files import DcpConverter
+from forge_train.formats.frameworks import KEMPNERFORGE, TORCHTITAN, FrameworkWeights, Names, read_framework, read_nanogpt
+from forge_train.formats.torch_files import DcpConverter, TorchConverter
 from models.hf.command_line import run
 
 State = dict[str, torch.Tensor]
@@ -321,3 +330,110 @@ def test_a_missing_embedding_is_listed_when_the_head_is_tied(llama: LlamaForCaus
     del state["token_embedding.embedding.weight"]
     with pytest.raises(ForgeError, match=r"embed\.weight: missing"):
         opened(KEMPNERFORGE, state, tmp_path, recipe)
+
+
+GPT = "n_layer = 2\nn_head = 4\nn_embd = 32\nblock_size = 64\nbatch_size = 1\nmax_iters = 10\nbias = {}\n"
+"""A configuration of nanoGPT."""
+
+
+def gpt(bias: bool) -> GPT2LMHeadModel:
+    """What nanoGPT computes: transformers' GPT-2 with the exact gelu. Zero biases stand for a model without any."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 61, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "bias" in name and bias:
+                weight.normal_(std=0.3)
+            elif "ln_" in name and "weight" in name:
+                weight.uniform_(0.5, 1.5)
+    return model
+
+
+def of_nanogpt(model: GPT2LMHeadModel, bias: bool, compiled: bool = False) -> State:
+    """The tensors of its `model.py`: linear layers with outputs before inputs, and as `torch.compile` names them."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        linear = name.endswith(".weight") and any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+        if bias or not name.endswith("bias"):
+            state[f"{'_orig_mod.' if compiled else ''}{name}"] = (tensor.T if linear else tensor).contiguous()
+    return state
+
+
+def checkpoint_of(state: State) -> dict[str, Any]:
+    """What its `train.py` saves."""
+    moments = {0: {"step": torch.tensor(7.0), "exp_avg": torch.ones(2)}}
+    return {
+        "model": state,
+        "optimizer": {"state": moments, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]},
+        "model_args": {"n_layer": 2, "bias": True, "vocab_size": 61},
+        "iter_num": 7,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"out_dir": "out", "compile": True},
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_file_of_nanogpt_computes_what_transformers_does(
+    tmp_path: Path, bias: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the recipe that `migrate` writes, in the folder that nanoGPT makes; compiled, as its `train.py` runs by default."""
+    model, folder = gpt(bias), tmp_path / "out-gpt2"
+    folder.mkdir()
+    torch.save(checkpoint_of(of_nanogpt(model, bias, compiled=not bias)), folder / "ckpt.pt")
+    (tmp_path / "train.py").write_text(GPT.format(bias))
+    recipe = tmp_path / "gpt.toml"
+    assert run("migrate", tmp_path / "train.py", "--out", recipe) == 0
+    recipe.write_text(recipe.read_text().replace("vocab_size = 50304", "vocab_size = 61"))
+    command = ["convert", folder, tmp_path / "out", "--names", "nanogpt", "--to", "forge"]
+    assert run(*command) == 2
+    assert "forge-train migrate" in capsys.readouterr().err
+    assert run(*command, "--recipe", recipe) == 0
+    assert "3 tensors that are not the model's, such as optimizer state, were left out" in capsys.readouterr().out
+    weights = ForgeConverter().read(tmp_path / "out")
+    assert_computes(weights, model)
+    name = "blocks.1.attention.v_proj.weight"
+    whole = weights.read([name])[name]
+    fused = model.state_dict()["transformer.h.1.attn.c_attn.weight"].T
+    assert torch.equal(whole, fused[64:])
+    again = read_nanogpt(folder / "ckpt.pt", str(recipe), unsafe=False)
+    assert torch.equal(again.box(name, (3, 5), (7, 9)), whole[3:10, 5:14])
+    code = run("convert", tmp_path / "out", tmp_path / "hf", "--from", "forge", "--to", "hf", "--family", "gpt2")
+    assert code == (0 if bias else 2)  # the family has biases
+    if bias:
+        assert_computes(again, GPT2LMHeadModel.from_pretrained(tmp_path / "hf"))
+
+
+def test_what_is_no_file_of_nanogpt_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "gpt.toml"
+    text = (
+        '[model]\nname = "decoder"\ndim = 32\nlayers = 2\nheads = 4\nffn_dim = 128\nvocab_size = 61\nmax_length = 64\n'
+        'tied_embeddings = true\nlearned_positions = true\n[model.norm]\nname = "layernorm"\n'
+        '[model.mlp]\nname = "gelu"\nexact = true\nbias = true\n'
+        '[model.attention]\nname = "gqa"\nqkv_bias = true\noutput_bias = true\n'
+    )
+    recipe.write_text(text + "nope_every = 1\n")
+    with pytest.raises(ForgeError, match=r"ckpt\.pt does not exist; pass the file of nanoGPT"):
+        read_nanogpt(tmp_path, str(recipe), unsafe=False)
+    file = tmp_path / "ckpt.pt"
+    torch.save({"model": {"payload": Payload(tmp_path / "sentinel")}}, file)
+    with pytest.raises(ForgeError, match="contains more than tensors"):
+        read_nanogpt(tmp_path, str(recipe), unsafe=False)
+    assert not (tmp_path / "sentinel").exists()
+    file.write_bytes(b"no archive")
+    with pytest.raises(ForgeError, match="could not be unpickled"):
+        read_nanogpt(file, str(recipe), unsafe=False)
+    state = of_nanogpt(gpt(bias=True), bias=True)
+    torch.save(checkpoint_of(state | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}), file)  # the mask of older files
+    assert "positions.weight" in read_nanogpt(file, str(recipe), unsafe=False).tensors
+    recipe.write_text(text)
+    with pytest.raises(ForgeError, match=r"model\.attention\.nope_every is not 1: nanoGPT rotates nothing; set it to 1"):
+        read_nanogpt(file, str(recipe), unsafe=False)
+    recipe.write_text(text.replace("learned_positions = true", "") + "nope_every = 1\n")
+    with pytest.raises(ForgeError, match=r"transformer\.wpe\.weight: not in the model"):
+        read_nanogpt(file, str(recipe), unsafe=False)
+    recipe.write_text(text.replace("heads = 4", "heads = 4\nkv_heads = 2") + "nope_every = 1\n")
+    with pytest.raises(ForgeError, match=r"k_proj\.weight: shape \(32, 32\), in the model \(16, 32\)"):
+        read_nanogpt(file, str(recipe), unsafe=False)
+    with pytest.raises(ForgeError, match="does not write them; write the format hf"):
+        TorchConverter(recipe=None, prefix="", names="nanogpt", unsafe_pickle=False).write(tmp_path / "out", None)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def of_dcp(prefix: str = "", recipe: Path | None = None, unsafe: bool = False, n
 
 
 def of_torch(prefix: str = "", recipe: Path | None = None, unsafe: bool = False) -> TorchConverter:
-    return TorchConverter(recipe=recipe and str(recipe), prefix=prefix, unsafe_pickle=unsafe)
+    return TorchConverter(recipe=recipe and str(recipe), prefix=prefix, names="forge", unsafe_pickle=unsafe)
 
 
 BOTH = pytest.mark.parametrize("converter", [of_dcp, of_torch], ids=["dcp", "torch"])

@@ -122,10 +122,23 @@ def test_defaults_of_megatron_that_forge_does_not_have_are_named(migrated: "Migr
         "--lr 1e-3 --train-iters 10 --micro-batch-size 4",
     )
     notes = {outcome.key: outcome.note for outcome in found.migration.of("default") if outcome.note}
-    assert "dropout" in notes["hidden-dropout"] and "rotary" in notes["position-embedding-type"]
+    assert "dropout" in notes["hidden-dropout"]
+    assert found.at("model.learned_positions") is True and found.at("model.attention.nope_every") == 1
+    assert [group["match"] for group in found.at("parameters.groups")] == ["embed.weight", "positions.weight"]
     assert found.at("model.mlp.bias") is True and found.at("model.tied_embeddings") is True and found.at("model.ffn_dim") == 256
     assert (found.at("optimizer.weight_decay"), found.at("optimizer.betas"), found.at("job.seed")) == (0.01, [0.9, 0.999], 1234)
     found.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "learned", "every"),
+    [("rope", None, None), ("none", None, 1), ("learned_absolute", True, 1), ("relative", None, None)],
+)
+def test_positions(migrated: "Migrate", kind: str, learned: bool | None, every: int | None) -> None:
+    found = migrated("args.txt", f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type {kind}\n")
+    model = found.recipe["model"]
+    assert (model.get("learned_positions"), model["attention"].get("nope_every")) == (learned, every)
+    assert ("cannot" in found.kinds("position-embedding-type")) == (kind == "relative")
 
 
 def test_expert_ranks_are_data_ranks_in_both(migrated: "Migrate") -> None:
@@ -203,7 +216,7 @@ def test_schedules_agree_after_the_warmup(migrated: "Migrate", text: str, style:
             2,
         ),
         ("--context-parallel-size 2 --cp-comm-type a2a", "transforms.context.kind", "ulysses"),
-        ("--lr 1e-3 --decoupled-lr 5e-4", "parameters.groups.1.lr", 0.5),
+        ("--lr 1e-3 --decoupled-lr 5e-4 --position-embedding-type rope", "parameters.groups.1.lr", 0.5),
         ("--clip-grad 0", "train.grad_clip", "none"),
         ("--padded-vocab-size 1000 --vocab-size 900", "model.vocab_size", 1000),
         ("--multi-latent-attention --kv-lora-rank 64", "model.attention.kv_lora_rank", 64),

@@ -33,7 +33,9 @@ def convert(
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe with the [model] of the tensors in SOURCE.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
-    names: Annotated[str | None, typer.Option(help="Whose names SOURCE has (dcp): kempnerforge or torchtitan.")] = None,
+    names: Annotated[
+        str | None, typer.Option(help="Whose names SOURCE has: kempnerforge or torchtitan (dcp), nanogpt (torch).")
+    ] = None,
     to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Quantization of matrices (gguf): none or q8_0.")] = None,
     pre_tokenizer: Annotated[

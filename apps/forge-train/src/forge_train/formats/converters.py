@@ -16,6 +16,8 @@ HF_CONFIG = "config.json"
 DCP_METADATA = ".metadata"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 GGUF_MAGIC = b"GGUF"
+NANOGPT_FILE = "ckpt.pt"
+"""What nanoGPT writes into its `out_dir`."""
 
 
 def format_of(where: str | Path) -> str:
@@ -28,7 +30,8 @@ def format_of(where: str | Path) -> str:
     marks = {"peft": (path / PEFT_CONFIG).is_file(), "hf": (path / HF_CONFIG).is_file(), "safetensors": _is_plain(path)}
     marks["dcp"] = (path / DCP_METADATA).is_file()
     marks["gguf"] = _is_gguf(path)
-    marks["torch"] = (path.is_file() and path.suffix in TORCH_SUFFIXES) or (path / "model.pt").is_file()
+    named = any((path / name).is_file() for name in ("model.pt", NANOGPT_FILE))
+    marks["torch"] = named or (path.is_file() and path.suffix in TORCH_SUFFIXES)
     return next((kind for kind, found in marks.items() if found), "forge")
 
 
@@ -95,5 +98,7 @@ class Torch(Component):
     """TOML file or preset whose `[model]` the tensors are of, for files that Forge did not write."""
     prefix: str = ""
     """What stands before every name in the files, such as `model.`; tensors without it are left out."""
+    names: Literal["forge", "nanogpt"] = "forge"
+    """Whose names and layouts the file has; those of nanoGPT can only be read."""
     unsafe_pickle: bool = False
     """Also unpickle objects that are not tensors, in a separate process. This can run any code of the author as this user."""

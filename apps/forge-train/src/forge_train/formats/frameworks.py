@@ -1,8 +1,8 @@
-"""Weights in distributed checkpoints of KempnerForge and torchtitan, under their names.
+"""Weights in distributed checkpoints of KempnerForge and torchtitan, and in files of nanoGPT, under their names.
 
 The tables say where each tensor of a Forge decoder is there. Sources: KempnerForge 5666d0d (June 2026, `kempnerforge/model` and
-`checkpoint/manager.py`), torchtitan b5bcd76 (August 2026, `models/common` and the state-dict adapters of its models), and
-torchtitan's names of 2025.
+`checkpoint/manager.py`), torchtitan b5bcd76 (August 2026, `models/common` and the state-dict adapters of its models),
+torchtitan's names of 2025, and nanoGPT 3adf61e (November 2025, `model.py` and `train.py`).
 """
 
 import re
@@ -19,6 +19,7 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, WeightsInfo
+from forge_train.formats.converters import NANOGPT_FILE
 from forge_train.formats.plain import check_fit, model_of, open_tensors, stored_tensor
 from forge_train.formats.unpickle import METADATA, unpickle
 
@@ -36,12 +37,14 @@ class ForeignTensor:
         stacked: True if there is a tensor for each expert.
         transposed: True if the last two dimensions are exchanged there.
         heads: number of heads whose rotated dimensions are adjacent pairs there; 0 if they are halves, as in Forge.
+        part: (index, number) of equal parts of the first dimension there, of which the tensor is one.
     """
 
     names: tuple[str, ...]
     stacked: bool = False
     transposed: bool = False
     heads: int = 0
+    part: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Names:
         ignored: pattern of names that hold no weights.
         pairs: True if rotated dimensions are adjacent pairs, in models without norms of queries.
         zero: end of the names of Forge whose tensors mean something else there unless they are zero; "" if there are none.
+        blocks: name of the list of layers there.
+        fused: projections of Forge that are one tensor there, in their order in its first dimension.
+        rotary: False if nothing is rotated there.
     """
 
     framework: str
@@ -65,6 +71,9 @@ class Names:
     ignored: re.Pattern[str]
     pairs: bool = False
     zero: str = ""
+    blocks: str = "layers"
+    fused: tuple[str, ...] = ()
+    rotary: bool = True
 
     def of(self, name: str) -> tuple[str, ...]:
         """Returns the names that a tensor of Forge can have there; empty if the framework has no such tensor."""
@@ -73,7 +82,7 @@ class Names:
         number, rest = found.groups()
         for ours, theirs in self.within.items():
             if rest == ours or (ours.endswith(".") and rest.startswith(ours)):
-                return tuple(f"layers.{number}.{one}{rest.removeprefix(ours)}" for one in theirs)
+                return tuple(f"{self.blocks}.{number}.{one}{rest.removeprefix(ours)}" for one in theirs)
         return ()
 
 
@@ -132,6 +141,29 @@ TORCHTITAN = Names(
     ignored=re.compile(r"freqs_cis|rope\.cache|.*\.tokens_per_expert(_E)?"),
     pairs=True,
 )
+NANOGPT = Names(
+    framework="nanoGPT",
+    roots=("model.",),
+    outside={
+        "embed.weight": ("transformer.wte.weight",),
+        "positions.weight": ("transformer.wpe.weight",),
+        "head.weight": ("lm_head.weight",),
+        "norm.weight": ("transformer.ln_f.weight",),
+        "norm.bias": ("transformer.ln_f.bias",),
+    },
+    within={
+        "attention_norm.": ("ln_1.",),
+        "mlp_norm.": ("ln_2.",),
+        **{f"attention.{one}_proj.": ("attn.c_attn.",) for one in "qkv"},
+        "attention.o_proj.": ("attn.c_proj.",),
+        "mlp.up_proj.": ("mlp.c_fc.",),
+        "mlp.down_proj.": ("mlp.c_proj.",),
+    },
+    ignored=re.compile(r".*\.attn\.bias"),  # the causal mask of torch without flash attention
+    blocks="transformer.h",
+    fused=("q_proj", "k_proj", "v_proj"),
+    rotary=False,
+)
 
 
 class FrameworkWeights:
@@ -152,7 +184,7 @@ class FrameworkWeights:
     def __init__(self, names: Names, folders: Sequence[Path], recipe: str, origin: Path, step: int, others: int = 0) -> None:
         self._found: dict[str, tuple[Any, str]] = {}
         for folder in folders:
-            self._found |= {name.removeprefix("model."): place for name, place in open_tensors(folder)[0].items()}
+            self._found |= {_plain(name): place for name, place in open_tensors(folder)[0].items()}
         self.model = model_of(None, recipe, origin)
         if (shape := getattr(self.model, "shape", None)) is None or not hasattr(shape, "kv_heads"):
             raise ForgeError(f"only decoders can be read from {names.framework}, and the model of {recipe} is none")
@@ -185,12 +217,14 @@ class FrameworkWeights:
     def _place(self, names: Names, name: str, shape: Any) -> ForeignTensor | None:
         """Returns the place of a tensor of Forge; None if it is not there."""
         turned = {"q_proj": shape.heads, "k_proj": shape.kv_heads} if self._pairs(names) else {}
-        heads = turned.get(name.split(".")[-2], 0)
+        kind = name.split(".")[-2]
+        heads = turned.get(kind, 0)
+        part = (names.fused.index(kind), len(names.fused)) if kind in names.fused else (0, 1)
         for one in names.of(name):
             stacked = "{expert}" in one
             all_of_it = (one.format(expert=expert) for expert in count()) if stacked else (one,)
             if parts := tuple(takewhile(self._found.__contains__, all_of_it)):
-                return ForeignTensor(parts, stacked, one.endswith("_w"), heads)
+                return ForeignTensor(parts, stacked, one.endswith("_w"), heads, part)
         return None
 
     def _pairs(self, names: Names) -> bool:
@@ -217,6 +251,8 @@ class FrameworkWeights:
                 f"model.moe.router.bias = true: {names.framework} has no learned biases of routers, and its expert biases affect "
                 "only the choice; remove the key"
             )
+        if not names.rotary and any(shape.attention.rotates_at(layer) for layer in range(shape.layers)):
+            yield f"model.attention.nope_every is not 1: {names.framework} rotates nothing; set it to 1"
         for name, place in self._places.items():
             if names.zero and name.endswith(names.zero) and self._tensor(place).count_nonzero():
                 yield (
@@ -232,6 +268,7 @@ class FrameworkWeights:
     def _outline(self, place: ForeignTensor) -> StoredTensor:
         stored = stored_tensor(*self._found[place.names[0]])
         extent = (len(place.names), *stored.shape) if place.stacked else stored.shape
+        extent = (extent[0] // place.part[1], *extent[1:])
         return replace(stored, shape=(*extent[:-2], extent[-1], extent[-2]) if place.transposed else extent)
 
     def _tensor(self, place: ForeignTensor) -> torch.Tensor:
@@ -239,13 +276,15 @@ class FrameworkWeights:
         whole = torch.stack(parts) if place.stacked else parts[0]
         if place.transposed:
             whole = whole.transpose(-1, -2).contiguous()
+        if place.part[1] > 1:
+            whole = whole.chunk(place.part[1])[place.part[0]]
         if place.heads:  # (heads, pairs, 2) -> (heads, 2, pairs)
             whole = whole.unflatten(0, (place.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return whole
 
 
 FRAMEWORKS: Mapping[str, Names] = {"kempnerforge": KEMPNERFORGE, "torchtitan": TORCHTITAN}
-"""Frameworks by their names in the option `--names`."""
+"""Frameworks with distributed checkpoints, by their names in the option `--names`."""
 
 
 def read_framework(names: Names, path: Path, recipe: str | None, unsafe: bool) -> FrameworkWeights:
@@ -260,18 +299,34 @@ def read_framework(names: Names, path: Path, recipe: str | None, unsafe: bool) -
     Raises:
         ForgeError: there is no recipe or no checkpoint, it contains more than tensors, or it does not fit the model.
     """
+    stages = [path] if (path / METADATA).is_file() else sorted(file.parent for file in path.glob(f"pp*/{METADATA}"))
+    if not stages:
+        raise ForgeError(f"{path} is no checkpoint of {names.framework}: it has no {METADATA}; pass the folder of one step")
+    return _read(names, "dcp", stages, path, recipe, unsafe)
+
+
+def read_nanogpt(path: Path, recipe: str | None, unsafe: bool) -> FrameworkWeights:
+    """Opens a file of nanoGPT, or the `ckpt.pt` of a folder; see `read_framework`.
+
+    Raises:
+        ForgeError: there is no recipe or no file, it contains more than tensors and plain values, or it does not fit the model.
+    """
+    file = path / NANOGPT_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ForgeError(f"{file} does not exist; pass the file of nanoGPT, or the out_dir with its {NANOGPT_FILE}")
+    return _read(NANOGPT, "torch", [file], file, recipe, unsafe)
+
+
+def _read(names: Names, kind: str, stages: Sequence[Path], path: Path, recipe: str | None, unsafe: bool) -> FrameworkWeights:
     if recipe is None:
         raise ForgeError(
             f"{path}: a checkpoint of {names.framework} does not describe its model; write a recipe with forge-train migrate, "
             "and pass it as --recipe"
         )
-    stages = [path] if (path / METADATA).is_file() else sorted(file.parent for file in path.glob(f"pp*/{METADATA}"))
-    if not stages:
-        raise ForgeError(f"{path} is no checkpoint of {names.framework}: it has no {METADATA}; pass the folder of one step")
     folder = Path(mkdtemp(prefix="forge-unpickled-"))
     try:
         folders = [folder / str(number) for number in range(len(stages))]
-        others = sum(unpickle("dcp", stage, part, unsafe, *names.roots) for stage, part in zip(stages, folders, strict=True))
+        others = sum(unpickle(kind, stage, part, unsafe, *names.roots) for stage, part in zip(stages, folders, strict=True))
         weights = FrameworkWeights(names, folders, recipe, path, _step_of(path), others)
     except BaseException:
         rmtree(folder, ignore_errors=True)
@@ -284,3 +339,8 @@ def _step_of(path: Path) -> int:
     """Returns the step in a folder's name, such as `step_1000` or `step-1000`; 0 if there is none."""
     found = re.fullmatch(r"step[-_](\d+)", path.name)
     return int(found[1]) if found else 0
+
+
+def _plain(name: str) -> str:
+    """Returns a name without the model's place in the checkpoint, and without what `torch.compile` puts before it."""
+    return name.removeprefix("model.").removeprefix("_orig_mod.")

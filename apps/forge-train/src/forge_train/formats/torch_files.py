@@ -273,11 +273,15 @@ TORCH_FILE = "model.pt"
 class TorchConverter:
     """The converter `torch`."""
 
-    def __init__(self, *, recipe: str | None, prefix: str, unsafe_pickle: bool) -> None:
-        self.recipe, self.prefix, self.unsafe_pickle = recipe, prefix, unsafe_pickle
+    def __init__(self, *, recipe: str | None, prefix: str, names: str, unsafe_pickle: bool) -> None:
+        self.recipe, self.prefix, self.names, self.unsafe_pickle = recipe, prefix, names, unsafe_pickle
 
-    def read(self, path: Path) -> BytesWeights | PlainWeights:
-        """Opens a file of any name, or a folder with `model.pt`; see `read_pickled`."""
+    def read(self, path: Path) -> Weights:
+        """Opens a file of any name, or a folder with `model.pt`; see `read_pickled`, and `read_nanogpt` for its names."""
+        if self.names != "forge":
+            from forge_train.formats.frameworks import read_nanogpt
+
+            return read_nanogpt(path, self.recipe, self.unsafe_pickle)
         file = path / TORCH_FILE if path.is_dir() else path
         return read_pickled(
             file.parent if path.is_dir() else path,
@@ -292,8 +296,10 @@ class TorchConverter:
         """Writes a folder with `model.pt`, `{name: tensor}`, and `forge.json` next to it. Needs memory for all weights.
 
         Raises:
-            ForgeError: `path` exists and is not an empty folder.
+            ForgeError: `path` exists and is not an empty folder, or the names are not Forge's.
         """
+        if self.names != "forge":
+            raise ForgeError("Forge reads files of nanoGPT and does not write them; write the format hf instead")
         with new_folder(path, weights) as folder:
             state = {self.prefix + name: tensor.clone() for name, tensor in weights.read(list(weights.tensors)).items()}
             torch.save(state, folder / TORCH_FILE)

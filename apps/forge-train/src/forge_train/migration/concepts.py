@@ -172,15 +172,24 @@ def write_schedule(migration: Migration, curve: RateCurve, steps: int, keys: dic
 
 
 def decay_embeddings(migration: Migration, decay: float, key: str, title: str) -> None:
-    """Adds a group of parameters for a source that decays embeddings, which Forge does not decay by default."""
+    """Adds groups of parameters for a source that decays embeddings, which Forge does not decay by default."""
     if decay > 0:
         note = f"{title} also decays the embedding table, which Forge does not; [[parameters.groups]] adds it"
         migration.write("optimizer.weight_decay", decay, key, note=note)
-        migration.write("parameters.groups.0.match", "embed.weight")
-        migration.write("parameters.groups.0.weight_decay", decay)
+        learned = migration.recipe.get("model", {}).get("learned_positions")
+        for number, name in enumerate(["embed.weight", *(["positions.weight"] if learned else [])]):
+            migration.write(f"parameters.groups.{number}.match", name)
+            migration.write(f"parameters.groups.{number}.weight_decay", decay)
         migration.remark("parameters.groups.0.match", f"{title} decays embeddings, Forge does not by default")
     else:
         migration.write("optimizer.weight_decay", decay, key)
+
+
+def learned_positions(migration: Migration, *keys: str) -> None:
+    """Writes learned positions, and attention without rotary ones."""
+    migration.write("model.learned_positions", True, *keys)
+    migration.write("model.attention.nope_every", 1)
+    migration.remark("model.attention.nope_every", "no layer has rotary positions")
 
 
 def write_start(migration: Migration, log_every: int | None, log_key: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import re
 
+from forge_train.migration.concepts import learned_positions
 from forge_train.migration.engine import Migration
 from forge_train.migration.megatron_keys import KEYS
 
@@ -92,10 +93,14 @@ def _positions(migration: Migration) -> None:
     if rotary:
         migration.write_nothing("position-embedding-type", "[model.rope]: rotary positions")
         migration.write_nothing("use-rotary-position-embeddings", "[model.rope]: rotary positions")
-    else:
-        migration.cannot("position-embedding-type", f"Forge's decoder has rotary positions, not {kind}, the default of Megatron")
+    elif kind == "learned_absolute" and not migration.flag("multi-latent-attention"):
+        learned_positions(migration, "position-embedding-type")
         if not migration.has("position-embedding-type"):
-            migration.remark("model.name", "with rotary positions; without --position-embedding-type, Megatron adds learned ones")
+            migration.remark("model.learned_positions", "the default of Megatron, without --position-embedding-type")
+    elif kind == "none" and not migration.flag("multi-latent-attention"):
+        migration.write("model.attention.nope_every", 1, "position-embedding-type")
+    else:
+        migration.cannot("position-embedding-type", f"{kind}: Forge's decoder has rotary positions, learned ones or none")
     if migration.flag("rotary-interleaved"):
         migration.cannot("rotary-interleaved", "Forge rotates the halves of a head: the same function for permuted weights")
     if migration.flag("use-rope-scaling"):

@@ -2,10 +2,18 @@
 
 from typing import Any
 
-from forge_train.migration.concepts import RateCurve, decay_embeddings, write_micro_batch, write_schedule, write_start
+from forge_train.formats.converters import NANOGPT_FILE
+from forge_train.migration.concepts import (
+    RateCurve,
+    decay_embeddings,
+    learned_positions,
+    write_micro_batch,
+    write_schedule,
+    write_start,
+)
 from forge_train.migration.engine import Framework, Key, Migration
 
-POSITIONS = "nanoGPT adds learned positions; Forge's decoder rotates q and k (rotary positions) instead"
+POSITIONS = "positions are learned, and nothing is rotated"
 GLOBAL_BATCH = "batch_size * gradient_accumulation_steps; the accumulation counts those of all GPUs"
 WARMUP = "step s of W has the factor (s + 1) / W in Forge, (s + 1) / (W + 1) there"
 WINDOWS = "nanoGPT reads windows at random positions, with replacement; Forge reads every token once per epoch"
@@ -17,14 +25,14 @@ KEYS = (
     Key("eval_iters", 200, "", "a held-out set is evaluated as a whole"),
     Key("eval_only", False, "", "forge-train evaluate RUN"),
     Key("always_save_checkpoint", True, "hooks (best)", "false: a checkpoint at each new best evaluation", rule=True),
-    Key("init_from", "scratch", "start.weights", "scratch and resume need nothing", rule=True),
+    Key("init_from", "scratch", "start.weights", "scratch and resume need nothing; GPT-2 as a folder", rule=True),
     Key("wandb_log", False, "trackers (wandb)", rule=True),
     Key("wandb_project", "owt", "trackers (wandb) project", rule=True),
     Key("wandb_run_name", "gpt2", "job.name", rule=True),
     Key("dataset", "openwebtext", "data.sources.path", "data/NAME/train.bin, and val.bin as the held-out set", rule=True),
     Key("gradient_accumulation_steps", 40, "train.global_batch", GLOBAL_BATCH, rule=True),
     Key("batch_size", 12, "train.micro_batch, train.global_batch", GLOBAL_BATCH, rule=True),
-    Key("block_size", 1024, "data.sequence_length, model.max_length", POSITIONS, rule=True),
+    Key("block_size", 1024, "data.sequence_length, model.max_length, model.learned_positions", POSITIONS, rule=True),
     Key("n_layer", 12, "model.layers"),
     Key("n_head", 12, "model.heads"),
     Key("n_embd", 768, "model.dim, model.ffn_dim", "ffn_dim is 4 * n_embd", rule=True),
@@ -78,7 +86,8 @@ def _model(migration: Migration) -> None:
     migration.write("model.attention.output_bias", bias, "bias")
     length = migration.positive("block_size")
     migration.write("data.sequence_length", length, "block_size")
-    migration.write("model.max_length", length, "block_size", note=POSITIONS)
+    migration.write("model.max_length", length, "block_size")
+    learned_positions(migration)
     if migration.number("dropout") > 0:
         migration.cannot("dropout", "Forge's models have no dropout; train fewer epochs, or decay more")
     else:
@@ -163,7 +172,9 @@ def _run(migration: Migration) -> None:
         migration.write_nothing("init_from", "a run resumes by itself; a new one starts from random weights")
     else:
         migration.cannot(
-            "init_from", "GPT-2 has learned positions, which Forge's decoder does not have; other weights: start.weights"
+            "init_from",
+            f"set model.from_hf and start.weights to a folder with {start} of Hugging Face, and remove the other keys of "
+            f"[model]; of a {NANOGPT_FILE}, start.weights takes what forge-train convert --names nanogpt writes",
         )
     every = migration.integer("eval_interval")
     write_start(migration, migration.integer("log_interval"), "log_interval")
