@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from common import Trap, bytes_of, flip_bit, moved, tiny
-from trials import Result, not_tried, outcome
+from trials import Result, outcome
 
 from forge_ckpt import LocalStore, SingleProcessWorld, load, newest, pieces, save
+from forge_core import Registry
 from forge_core.errors import ForgeError
 from forge_models import DecoderConfig
 
@@ -66,9 +67,10 @@ def small_updates() -> Result:
     return outcome("right" if share > 0.5 else "wrong", f"{share:.0%} of the numbers changed in 20 steps; dtype {dtype}")
 
 
-def packed_documents() -> Result:
+def _seen(config: DecoderConfig) -> float:
+    """Returns how much the logits of the second document of a row change with the tokens of the first."""
     torch.manual_seed(0)
-    model = DecoderConfig(**SHAPE).build().double().eval()
+    model = config.build().double().eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.1)
@@ -77,12 +79,18 @@ def packed_documents() -> Result:
     other[:, :8] += 3
     with torch.no_grad():
         first, second = (model(each, documents=documents)[:, 8:] for each in (ids, other))
-    change = (first - second).abs().max().item()
+    return (first - second).abs().max().item()
+
+
+def packed_documents() -> Result:
+    change = _seen(DecoderConfig(**SHAPE))
     return outcome("right" if change == 0 else "wrong", f"logits change by {change:.2g}")
 
 
 def recurrent_state() -> Result:
-    return not_tried("no recurrent layers")
+    names = ("gated_delta_net", "mamba2", "kimi_delta")
+    change = max(_seen(DecoderConfig(**SHAPE, attention=Registry().load("forge.attentions", name)())) for name in names)
+    return outcome("right" if change == 0 else "wrong", f"{', '.join(names)}: logits change by {change:.2g}")
 
 
 def _saved(folder: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
