@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_lab.sweep.execution import Executor, StopRequests, outcomes, slots, train
-from forge_lab.sweep.files import Outcome
+from forge_lab.sweep.files import Outcome, write_recipes
 from forge_lab.sweep.grid import Sweep, read_sweep
 from forge_train.directory import keep_recipe
+from forge_train.plan import run_size
 from forge_train.process.stop import REQUEUE
 from forge_train.recipe.load import load_recipe
 from forge_train.trackers import METRICS, JsonlTracker
@@ -114,3 +115,16 @@ def run_all(
     places = slots(jobs, 1, 0, {})
     train(sweep, Executor(sweep, places, said.append, asked or StopRequests(), runs, 0.0), said.append)
     return outcomes(sweep), said
+
+
+def write_ladder(folder: Path, directory: str) -> None:
+    """Leaves nine finished runs of three sizes and three lengths in `folder / directory`, with losses of a law."""
+
+    def loss(job: Any, step: int) -> float:
+        tokens = step * job.train.global_batch * job.data.sequence_length
+        return 1.69 + 406.4 / run_size(job).parameters ** 0.34 + 410.7 / tokens**0.28
+
+    (folder / "ladder.toml").write_text('recipe = "debug"\n[vary]\nmodel.dim = [32, 64, 128]\ntrain.max_steps = [20, 60, 180]\n')
+    made = read_sweep(folder / "ladder.toml", (), folder / directory)
+    write_recipes(made)
+    run_all(made, FakeRuns(loss))

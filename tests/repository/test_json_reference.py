@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_core.registry import Registry
 from forge_train.cli import GROUP, command
 from harness import commands
+from lab.fake_runs import write_ladder
 from train.commands.test_run_document import leaves
 
 PAGE = Path(__file__).parents[2] / "docs/reference/json.md"
@@ -88,6 +90,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "asked.jsonl").write_text('{"question": "the first document of a corpus"}\n')
     (folder / "grid.toml").write_text('recipe = "debug"\n[vary]\noptimizer.lr = [1e-3, 3e-3]\n')
     printed(folder, "data", "prepare", "--path", "texts.jsonl", "--tokenizer", "bytes", "--out", "store")
+    (folder / "nanogpt.py").write_text("n_layer = 2\nn_head = 4\nn_embd = 64\nbatch_size = 1\nmy_own = 3\n")
+    (folder / "sparse.toml").write_text('base = "debug"\n[model.moe]\nexperts = 4\ntop_k = 2\n')
+    (folder / "layouts.toml").write_text(
+        'title = "One"\nsteps = 3\nskip = 1\nlimit_minutes = 5\n[common]\nrecipe = "debug"\naccumulation = 1\n'
+        'data.sources = [{name = "random", vocab_size = 320, tokens = 20000}]\n[matrix]\nworld = [1]\n'
+    )
+    sentences = [f"{who} {does} it" for who in ("A cat", "The dog", "Some", "No one") for does in ("saw", "likes", "is")]
+    (folder / "lines.txt").write_text("\n".join(sentences) + "\n")
+    noise = np.random.default_rng(0).standard_normal((2, len(sentences), 3))  # two repeats
+    np.savez(folder / "recording.npz", data=noise, stimuli=np.array(sentences))
     return folder
 
 
@@ -97,6 +109,12 @@ def test_every_command_has_a_section_and_every_section_a_command() -> None:
     assert {name for name, item in found if not item.hidden} == set(sections())
     elsewhere = {name for name, tables in sections().items() if not tables}
     assert elsewhere == {"launch local", "ckpt convert"}  # which have the documents of `run` and `convert`
+
+
+def test_every_document_is_compared() -> None:
+    """`run` and the command that prints its document, and errors, have tests of their own."""
+    listed = {(name, number) for name, tables in sections().items() for number in range(len(tables))}
+    assert listed - {(name, number) for name, number, _ in (*CASES, *SLOW)} == {("run", 0)}
 
 
 def test_an_unlisted_and_a_missing_key_are_found() -> None:
@@ -146,6 +164,8 @@ CASES: list[tuple[str, int, tuple[str, ...]]] = [
     ("init", 0, ("mine.toml",)),
     ("init", 0, ("large.toml", "--scale", "125m", "--gpus", "8")),
     ("plan", 0, ("debug", "--world", "2")),
+    ("migrate", 0, ("nanogpt.py",)),
+    ("data prepare", 0, ("--path", "texts.jsonl", "--tokenizer", "bytes", "--out", "again")),
     ("runs list", 0, ()),
     ("runs log", 0, ("runs/one",)),
     ("card", 0, ("runs/one",)),
@@ -199,7 +219,37 @@ SLOW: list[tuple[str, int, tuple[str, ...]]] = [
     ("data show", 0, ("debug", "--rows", "1")),
     ("data diff", 1, ("runs/one", "runs/two")),
     ("convert", 0, ("--from", "forge", "--to", "safetensors", "runs/one", "plain")),
+    ("upcycle", 0, ("runs/one", "sparse.toml", "sparse")),
+    ("parity", 0, ("debug", "--layouts", "dp2")),
+    ("plan", 3, ("debug", "--world", "2", "--hardware", "h100", "--search")),
+    ("fit", 0, ("ladder", "--budget", "1e20")),
+    ("bench", 0, ("layouts.toml",)),
+    ("bench", 3, ("layouts.toml", "--dry-run")),
+    ("profile", 0, ("runs/traced",)),
+    ("probe", 0, ("runs/one", "--names", "blocks.*.residual_after", "--text", "lines.txt", "--output", "values")),
+    ("lens", 0, ("runs/one", "--text", "lines.txt", "--length", "16", "--steps", "2", "--output", "lens.safetensors")),
+    ("sae", 0, ("acts", "--name", "blocks.1.residual_after", "--k", "4", "--steps", "2", "--output", "sae.safetensors")),
+    ("similarity", 0, ("runs/one", "--text", "lines.txt")),
+    ("similarity", 1, ("runs/one", "--steps", "--pairs", "--text", "lines.txt", "--output", "pairs.npz")),
+    (
+        "neuro encode",
+        0,
+        ("runs/one", "--target", "recording.npz", "--folds", "3", "--bands", "--draws", "2", "--output", "encoded"),
+    ),
+    ("neuro rsa", 0, ("runs/one", "--target", "recording.npz", "--output", "rsa")),
 ]
+BEFORE = {
+    "profile": (
+        "run",
+        "debug",
+        "--job.name=traced",
+        "--train.max_steps=4",
+        "--schedule.warmup=1",
+        "--hooks=[{name='profile',at=[2]}]",
+    ),
+    "sae": ("probe", "runs/one", "--names", "blocks.*.residual_after", "--text", "lines.txt", "--output", "acts"),
+}
+"""What runs before a command."""
 
 
 @pytest.mark.parametrize(
@@ -208,6 +258,10 @@ SLOW: list[tuple[str, int, tuple[str, ...]]] = [
     ids=lambda given: given if isinstance(given, str) else None,
 )
 def test_a_document_has_the_keys_of_the_page(made: Path, name: str, table: int, words: tuple[str, ...]) -> None:
+    if name == "fit":
+        write_ladder(made, "ladder")
+    if name in BEFORE:
+        printed(made, *BEFORE[name])
     told = printed(made, *name.split(), *words)
     assert told and not (isinstance(told, dict) and told.get("ok") is False), told
     if (name, table) == ("plan", 1):
