@@ -12,7 +12,7 @@ from forge_models.components.experts import (
     SoftmaxTopKConfig,
     TopKSigmoidConfig,
 )
-from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, RMSNormConfig, SwiGLU
+from forge_models.components.layers import GELU, ClampedSwiGLU, GeGLU, LayerNormConfig, ReLU2, RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
 from forge_models.shape import Losses, Rope, Streams, ValueEmbeddings
@@ -113,6 +113,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts_with_norms_of_branches": {
         "moe": MoEConfig(experts=4, shared=2, ffn_dim=24, first_dense=1, branch_norms=True, router=NormedTopKConfig(eps=1e-3)),
         "norm_placement": "sandwich",
+    },
+    "experts_in_a_space_of_their_own": {
+        "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, first_dense=1, latent_dim=20, router=SigmoidTopKConfig()),
+        "mlp": ReLU2(),
     },
     "layers_without_rope": {"attention": GQA(nope_every=2, window=4, global_layers=(1,)), "kv_heads": 2},
     "listed_layers_without_rope": {"attention": GQA(nope_layers=(0,))},

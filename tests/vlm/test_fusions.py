@@ -344,5 +344,7 @@ def test_blocks_of_text_that_fusions_do_not_have_are_refused() -> None:
         replace(MODELS["mot"], attention=GQA(v_norm=True)).build()
     with pytest.raises(ValueError, match=r"set model\.moe\.branch_norms = false"):
         replace(MODELS["moma-token"], moe=replace(EXPERTS, shared=1, branch_norms=True)).build()
+    with pytest.raises(ValueError, match=r"remove model\.moe\.latent_dim"):
+        replace(MODELS["moma-token"], moe=replace(EXPERTS, latent_dim=8)).build()
     with pytest.raises(ValueError, match=r"set model\.moe\.shared_gate = false"):
         replace(MODELS["moma-token"], moe=replace(EXPERTS, shared=1, shared_gate=True)).build()

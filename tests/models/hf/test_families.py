@@ -288,7 +288,6 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("nemotron_h", "tie_word_embeddings", True),
         ("nemotron_h", "attention_bias", True),
         ("nemotron_h", "rope_theta", 10000.0),
-        ("nemotron_h-experts-biases", "moe_latent_size", 16),
         ("nemotron_h-experts-biases", "n_shared_experts", 2),
         ("nemotron_h-experts-biases", "mlp_bias", True),
         ("nemotron_h-experts-biases", "moe_shared_expert_intermediate_size", 30),

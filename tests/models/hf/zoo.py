@@ -294,6 +294,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20},
     ),
+    "nemotron_h-latent-experts": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_routed_experts": 6}
+        | {"moe_latent_size": 14, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 40},
+    ),
     "kimi_linear": ("kimi_linear", KIMI_LINEAR),
     "kimi_linear-published-names-latent-queries-every-second-sparse": (
         "kimi_linear",

@@ -19,6 +19,7 @@ CASES = [
     {"moe": MoEConfig(experts=4, shared=1, shared_gate=True, first_dense=1)},
     {"moe": MoEConfig(experts=4, shared=1, branch_norms=True, router=NormedTopKConfig())},
     {"moe": MoEConfig(experts=6, top_k=1, ffn_dim=20, every=2, router=HashConfig()), "mlp": GELU()},
+    {"moe": MoEConfig(experts=5, top_k=2, shared=1, ffn_dim=20, first_dense=1, latent_dim=12)},
 ]
 
 

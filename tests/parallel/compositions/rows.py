@@ -159,6 +159,8 @@ def decoder_of(row: frozenset[str]) -> Any:
     layers = 6 if "more_stages" in row else 4
     if experts is not None and row & {"fusion_moma_choice", "fusion_moma_threshold"}:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
+    if "latent_experts" in row and experts is not None:
+        experts = replace(experts, latent_dim=32 if wide else 12)
     lora = LORA if "lora" in row else None
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
     if "classification" in row:

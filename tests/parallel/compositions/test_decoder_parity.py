@@ -97,6 +97,7 @@ DECODERS = {
         moe=replace(EXPERTS, shared=2, branch_norms=True, losses=Losses(global_batch=0.1), router=NormedTopKConfig()),
         norm_placement="sandwich",
     ),
+    "latent experts": replace(DECODER, moe=replace(EXPERTS, latent_dim=12), mlp=GELU(bias=True)),
     "gated shared expert": replace(DECODER, moe=replace(EXPERTS, shared_gate=True)),
     "heads of global layers": replace(
         DECODER,

@@ -47,6 +47,7 @@ from harness.siblings import fast
 
 DENSE = DecoderConfig(dim=64, layers=4, heads=8, kv_heads=4, ffn_dim=96, vocab_size=256, max_length=256)
 SPARSE = replace(DENSE, moe=MoEConfig(experts=8, top_k=2, ffn_dim=48, kernel="loop"))
+LATENT = replace(SPARSE, dim=128, moe=replace(SPARSE.moe, latent_dim=64, shared=1))
 WINDOWS = replace(DENSE, attention=GQA(window=32, global_every=2))
 
 ENDLESS = 1e30
@@ -87,7 +88,7 @@ def step(
     return predict(model, stages_of(blueprint, pipeline, place.pp), place, execution, hardware, efficiency, pipeline)
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE, WINDOWS, replace(DENSE, tied_embeddings=True)])
+@pytest.mark.parametrize("config", [DENSE, SPARSE, LATENT, WINDOWS, replace(DENSE, tied_embeddings=True)])
 def test_parameters_and_flops_are_those_of_the_model(config: DecoderConfig) -> None:
     counts, (blueprint, model) = count_flops(config.shape), work(config)
     assert model.parameters == counts.parameters == sum(p.numel() for p in blueprint.module.parameters())
@@ -118,9 +119,9 @@ def test_keys_of_a_causal_kernel() -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp4", "tp2", "cp2", "dp2tp2", "dp2cp2tp2", "dp4ep2", "dp4ep4", "dp2tp2ep4", "hsdp2x2"])
-@pytest.mark.parametrize("config", [DENSE, SPARSE])
+@pytest.mark.parametrize("config", [DENSE, SPARSE, LATENT])
 def test_ranks_share_the_products(config: DecoderConfig, layout: str) -> None:
-    """FLOPs of one rank times ranks are those of one process, but for a router, which each tp rank counts."""
+    """FLOPs of one rank times ranks are those of one process; ranks of tp share the tokens of routers and latent projections."""
     place = Layout.parse(layout)
     if place.ep > 1 and config is DENSE:
         return
@@ -129,8 +130,7 @@ def test_ranks_share_the_products(config: DecoderConfig, layout: str) -> None:
     parts = [rank_work(block, 64, place, Execution(4, 128)) for block in model.blocks]
     for one, part in zip(whole, parts, strict=True):
         flops = sum(item.flops for item in part.products)
-        twice = (place.tp - 1) * sum(item.flops for item in one.products if item.outputs == 8)
-        assert flops * place.world == pytest.approx(sum(item.flops for item in one.products) + twice)
+        assert flops * place.world == pytest.approx(sum(item.flops for item in one.products))
         assert part.attention * place.world == pytest.approx(one.attention)
 
 
@@ -153,6 +153,8 @@ CASES = [
     ("dp4ep2", SPARSE, [ExpertParallel(dispatcher="all_gather"), FullyShard()], {"dispatcher": "all_gather"}),
     ("dp4ep2", SPARSE, [ExpertParallel(), FullyShard()], {}),
     ("dp4ep4", SPARSE, [ExpertParallel(), FullyShard()], {}),
+    ("dp4ep4", LATENT, [ExpertParallel(), FullyShard()], {}),
+    ("dp4ep2", LATENT, [ExpertParallel(dispatcher="all_gather"), FullyShard()], {"dispatcher": "all_gather"}),
 ]
 PARTS = {
     "dp_shard": "data",

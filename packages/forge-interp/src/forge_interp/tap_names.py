@@ -202,6 +202,7 @@ OUTSIDE = {
 _ROUTED = "TransformerLens keeps the probabilities of all experts before the choice"
 _BEFORE = "TransformerLens has the value behind the norm only, here `added`"
 _SHARED = "TransformerLens has no shared experts"
+_LATENT = "TransformerLens has experts of the width of the stream only"
 
 _NO_STATES = "TransformerLens has no recurrent layers"
 
@@ -233,10 +234,14 @@ INSIDE = {
     "router.logits": Known("a router's logits", ("tokens", "experts"), why=_ROUTED),
     "router.experts": Known("the experts of each token", ("tokens", "top_k"), "mlp.hook_expert_indices", editable=False),
     "router.weights": Known("weights of the chosen experts", ("tokens", "top_k"), why=_ROUTED),
+    "experts.latent": Known(
+        "what is sent to the chosen experts, in a space of their own", ("batch", "sequence", "latent"), why=_LATENT
+    ),
     "shared.pre_activation": Known("as mlp.pre_activation, of the shared experts", HIDDEN, why=_SHARED),
     "shared.linear": Known("as mlp.linear, of the shared experts", HIDDEN, why=_SHARED),
     "shared.hidden": Known("as mlp.hidden, of the shared experts", HIDDEN, why=_SHARED),
     "shared.gate": Known("sigmoid of the gate on the shared experts' output", ("batch", "sequence", "gate"), why=_SHARED),
+    "experts.latent_sum": Known("what the chosen experts add up to in this space", ("batch", "sequence", "latent"), why=_LATENT),
     "mlp.output": Known("output of the feed-forward part or the experts, before a norm behind it", STREAM, why=_BEFORE),
     "mlp.added": Known("what the feed-forward part adds to the stream", STREAM, "hook_mlp_out"),
     "layer_input.vector": Known(

@@ -291,6 +291,7 @@ class MoEShape:
     router: Component
     losses: Losses
     branch_norms: bool = False
+    latent_dim: int | None = None
 
     def has(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""
@@ -303,6 +304,12 @@ class LayerInputsShape:
 
     dim: int
     vocab_size: int
+
+
+def _apart(matrix: Matrix) -> Matrix:
+    """Returns a matrix whose tokens are not those of the residual stream."""
+    outputs, inputs = (None if dim == "embed" else dim for dim in matrix.dims)
+    return matrix._replace(dims=(outputs, inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,7 +493,13 @@ class DecoderShape:
             if moe.shared:
                 shared = mlp.matrices(replace(context, ffn_dim=moe.shared * moe.ffn_dim))
                 hidden |= {f"{block}.mlp.shared.{name}": matrix for name, matrix in shared.items()}
+            if (width := moe.latent_dim) is not None:
+                hidden[f"{block}.mlp.latent_in"] = Matrix((width, self.dim), (None, "embed"))
+                hidden[f"{block}.mlp.latent_out"] = Matrix((self.dim, width), ("embed", None))
+                context = replace(context, dim=width)
             stacked = mlp.matrices(replace(context, ffn_dim=moe.ffn_dim))
+            if width is not None:
+                stacked = {name: _apart(matrix) for name, matrix in stacked.items()}
             experts |= {f"{block}.mlp.experts.{name}": matrix for name, matrix in stacked.items()}
         return hidden, experts
 
@@ -502,7 +515,11 @@ class DecoderShape:
         sparse = 0 if moe is None else max(0, layers // moe.every - moe.first_dense // moe.every)
         feed_forward = wide * self.ffn_dim * max(0, layers - sparse - len(self.attention_only))
         if moe is not None:
-            feed_forward += wide * moe.ffn_dim * (moe.experts + moe.shared) * sparse
+            routed, latent = wide, moe.latent_dim
+            if latent is not None:
+                routed = wide // self.dim * latent
+                feed_forward += 2 * self.dim * latent * sparse
+            feed_forward += moe.ffn_dim * (routed * moe.experts + wide * moe.shared) * sparse
         head = self.labels or (0 if self.tied_embeddings else self.vocab_size)
         tables = (self.vocab_size + head) * self.dim
         tables += self.max_length * self.dim if self.learned_positions else 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Slot
+from forge_core.features import Feature
 from forge_core.specs import Matrix
 from forge_models.shape import ExpertKernel, Losses, MoEShape, RouterContext
 
@@ -198,6 +199,10 @@ class MoEConfig:
     """Number of first layers that have no experts in any case."""
     ffn_dim: Annotated[int, Gt(0)] | None = None
     """Hidden width of one expert; the model's `ffn_dim` when absent. Fine-grained experts are narrower."""
+    latent_dim: Annotated[Annotated[int, Gt(0)] | None, Feature("latent_experts", unless=None, plane="model")] = None
+    """Width of the space in which the chosen experts work (Nemotron 3, `moe_latent_size`): tokens are projected to it before they
+    are sent to their experts, and the sum of the outputs is projected back, so that ranks exchange fewer bytes. Router and shared
+    experts keep the width of the model. When absent, the chosen experts have it as well."""
     capacity: Annotated[float, Gt(0)] | None = None
     """Capacity factor: an expert processes at most capacity * tokens * top_k / experts slots of one forward, those with the
     largest weights; the others are dropped. Later tokens and other rows can therefore affect an earlier token, also in
@@ -240,6 +245,7 @@ class MoEConfig:
             shared=self.shared,
             shared_gate=self.shared_gate,
             branch_norms=self.branch_norms,
+            latent_dim=self.latent_dim,
             weigh_inputs=self.weigh_inputs,
             every=self.every,
             first_dense=self.first_dense,

@@ -169,6 +169,7 @@ class ExpertNames:
         fused: whether all experts of a layer are in two tensors.
         turned: whether these have inputs before outputs (Llama 4).
         others: Forge's name of a further tensor of the layer -> its name, from the block on.
+        latent: Forge's name of a projection to or from the space of the experts -> its name inside the layer.
         interleaved: whether they always are, with inputs before outputs, gate and up alternating, and biases (gpt-oss).
     """
 
@@ -182,6 +183,7 @@ class ExpertNames:
     turned: bool = False
     interleaved: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
+    latent: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_experts(keys: Keys, *names: str) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def normalized(moe: MoEShape) -> bool:
     return getattr(moe.router, "normalize", True)
 
 
-MOE_SIZES = ("experts", "top_k", "shared", "shared_gate", "branch_norms", "weigh_inputs", "capacity", "ffn_dim")
+MOE_SIZES = ("experts", "top_k", "shared", "shared_gate", "branch_norms", "weigh_inputs", "capacity", "ffn_dim", "latent_dim")
 """Settings of experts that determine the logits, besides the router."""
 
 

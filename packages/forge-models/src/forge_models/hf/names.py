@@ -178,6 +178,9 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
             )
         named = {"router.weight": f"{experts.router}.weight", "router.bias": experts.bias, "shared_gate": experts.shared_gate}
         theirs = named.get(rest)
+        linear, _, end = rest.partition(".")
+        if linear in experts.latent:
+            theirs = f"{experts.latent[linear]}.{end}"
         if theirs is None and rest.startswith("shared."):
             theirs = f"{experts.shared}.{rest.removeprefix('shared.')}"
         if theirs is None:

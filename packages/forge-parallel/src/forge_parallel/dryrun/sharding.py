@@ -361,4 +361,4 @@ def _pieces(dim: Dim, stacked: bool, layout: Layout) -> int:
 
 def _features(size: int, dim: Dim, stacked: bool, layout: Layout) -> float:
     """Numbers of a token on one of tp ranks, which share either tokens or features; those of etp see each other's tokens."""
-    return size / (1 if stacked and layout.etp > 1 and dim == "embed" else layout.tp)
+    return size / (1 if stacked and layout.etp > 1 and dim not in CUT else layout.tp)

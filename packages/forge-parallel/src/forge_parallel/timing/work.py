@@ -5,7 +5,7 @@ rank for any layout in microseconds. So a search can compare thousands of layout
 those that a dry run counts.
 
 Left out because they take no measurable time: norms, biases, and the look-up in the embedding table. Matrices that tensor
-parallelism does not split, such as routers, count as if every rank multiplied all tokens.
+parallelism does not split count as if every rank multiplied all tokens, except those of a layer of experts.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from forge_core.layout import Layout
 from forge_parallel.dryrun.sharding import Described
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.stages import StageSplit
-from forge_parallel.placement.shares import CUT
+from forge_parallel.placement.shares import CUT, stacks
 
 ITEM = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of an element by the name of its dtype."""
@@ -50,12 +50,13 @@ class Scores:
 class BlockMatrix:
     """A weight of shape (outputs, inputs). With `experts`, one of as many equal weights, of which a token goes to `top_k`.
 
-    `cut` says which dimension tensor parallelism splits: `outputs`, `inputs`, or None.
+    `cut` says what tensor parallelism splits: `outputs`, `inputs`, the `tokens`, as for routers and for the projections of latent
+    experts, or None.
     """
 
     outputs: int
     inputs: int
-    cut: Literal["outputs", "inputs"] | None = None
+    cut: Literal["outputs", "inputs", "tokens"] | None = None
     experts: int = 0
 
 
@@ -96,6 +97,12 @@ class BlockWork:
         """Number of experts; 0 in a dense block."""
         return max((matrix.experts for matrix in self.matrices), default=0)
 
+    @property
+    def width(self) -> int:
+        """Width of a token that is sent to experts; 0 in a dense block."""
+        stacked = (matrix for matrix in self.matrices if matrix.experts)
+        return max((matrix.outputs if matrix.cut == "inputs" else matrix.inputs for matrix in stacked), default=0)
+
     def elements(self, layout: Layout) -> tuple[int, int]:
         """Returns the elements of a rank before sharding over data ranks: of dense parameters, and of experts."""
         dense, experts = self.other, 0
@@ -104,7 +111,7 @@ class BlockWork:
             if matrix.experts:
                 experts += matrix.experts * size // (layout.ep * layout.etp)
             else:
-                dense += size // (layout.tp if matrix.cut else 1)
+                dense += size // (layout.tp if matrix.cut in ("outputs", "inputs") else 1)
         return dense, experts
 
 
@@ -168,6 +175,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
     other = dict.fromkeys(specs.blocks, 0)
     pair, queries = dict.fromkeys(specs.blocks, 0), dict.fromkeys(specs.blocks, 0)
     outside = vocab = 0
+    sparse = tuple(f"{path.rpartition('.')[0]}." for path in stacks(specs))  # layers of experts, whose tokens tp ranks share out
     for name, parameter in described.module.named_parameters(remove_duplicate=False):
         if id(parameter) in seen:
             continue
@@ -180,7 +188,7 @@ def work_of(described: Described, scores: Sequence[Scores | None], top_k: int = 
             vocab = max([vocab, *(size for size, dim in zip(parameter.shape, dims, strict=True) if dim == "vocab")])
         elif len(dims) - stacked == 2:
             outputs, inputs = parameter.shape[-2:]
-            cut = "outputs" if dims[-2] in CUT else "inputs" if dims[-1] in CUT else None
+            cut = "outputs" if dims[-2] in CUT else "inputs" if dims[-1] in CUT else "tokens" if name.startswith(sparse) else None
             parts[path].append(BlockMatrix(outputs, inputs, cut, parameter.shape[0] if stacked else 0))
             pair[path] += outputs if dims[-2] == "kv_heads" else 0
             queries[path] += outputs if dims[-2] == "heads" else inputs if dims[-1] == "heads" else 0
@@ -335,7 +343,7 @@ def rank_work(block: BlockWork, dim: int, layout: Layout, execution: Execution) 
         if not matrix.experts:
             outputs = matrix.outputs / (layout.tp if matrix.cut == "outputs" else 1)
             inputs = matrix.inputs / (layout.tp if matrix.cut == "inputs" else 1)
-            products.append(Product(rows, inputs, outputs))
+            products.append(Product(own if matrix.cut == "tokens" else rows, inputs, outputs))
             # Between split matrices a rank has all tokens and some features; outside of them some tokens and all features, or
             # without sequence parallelism all tokens and all features.
             own_features = matrix.inputs if matrix.cut == "inputs" else matrix.outputs
@@ -352,10 +360,10 @@ def rank_work(block: BlockWork, dim: int, layout: Layout, execution: Execution) 
     if block.scores is not None:
         attention = 2.0 * rows * block.scores.keys(execution.length) * block.scores.width / layout.tp
     if block.experts:
-        passes += 4.0 * own * block.top_k * dim  # tokens are sorted by expert, and put back in order
+        passes += 4.0 * own * block.top_k * block.width  # tokens are sorted by expert, and put back in order
     dense, experts = block.elements(layout)
     pairs = _pairs(block, layout, execution)
-    return RankWork(tuple(products), attention, passes, rows * dim * item, *pairs, own * dim * item, dense, experts)
+    return RankWork(tuple(products), attention, passes, rows * dim * item, *pairs, own * block.width * item, dense, experts)
 
 
 def _pairs(block: BlockWork, layout: Layout, execution: Execution) -> tuple[float, float]:

@@ -145,12 +145,12 @@ def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None
 
 def _named(part: Any, key: str, sizes: Mapping[str, int]) -> Iterator[Use]:
     """Yields the uses of a model's components that are features themselves, those with a name in `feature`, and of features that
-    their fields declare."""
+    fields of its components and sections declare."""
     for info in fields_of(type(part)) if dataclasses.is_dataclass(part) else ():
         inner = getattr(part, info.name)
         if isinstance(inner, Component) and (name := getattr(inner, "feature", "")):
             yield _of(type(inner), Use(name, "model", f"{key}.{info.name} of {type(inner).__name__}"))
-        if isinstance(inner, Component):
+        if dataclasses.is_dataclass(inner):
             yield from _options(inner, f"{key}.{info.name}", sizes)
             yield from _named(inner, f"{key}.{info.name}", sizes)
 

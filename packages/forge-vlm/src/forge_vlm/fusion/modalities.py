@@ -338,6 +338,8 @@ class ModalityExperts(nn.Module):
         super().__init__()
         if shape.branch_norms:
             raise ValueError("experts of modalities have no norms of their own; set model.moe.branch_norms = false")
+        if shape.latent_dim is not None:
+            raise ValueError("experts of modalities have the width of the model; remove model.moe.latent_dim")
         if shape.shared_gate:
             raise ValueError("shared experts of all modalities have no gate; set model.moe.shared_gate = false")
         self.layers = nn.ModuleDict({name: experts(replace(shape, shared=0), mlp, context) for name in names})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forge_core.specs import Init, TensorSpec
+from forge_core.specs import Dim, Init, TensorSpec
 from forge_models import accelerator
 from forge_models.blocks.layers import activated, unfilled
 from forge_models.shape import Activation, BlockContext, ExpertKernel
@@ -26,7 +26,8 @@ GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Experts(nn.Module):
-    """`num_experts` feed-forward layers with hidden width `context.ffn_dim`."""
+    """`num_experts` feed-forward layers with hidden width `context.ffn_dim`, for tokens of width `context.dim`, whose logical
+    dimension is `width`: None if it is not the residual stream's."""
 
     treats_blocks_alike: ClassVar[bool] = True
 
@@ -38,9 +39,10 @@ class Experts(nn.Module):
         gated: bool,
         kernel: ExpertKernel = "auto",
         bias: bool = False,
+        width: Dim = "embed",
     ) -> None:
         super().__init__()
-        self.context, self.activation = context, activation
+        self.context, self.activation, self.width = context, activation, width
         self.kernel: ExpertKernel = kernel
         self.gate_proj = unfilled(num_experts, context.ffn_dim, context.dim) if gated else None
         self.up_proj = unfilled(num_experts, context.ffn_dim, context.dim)
@@ -79,11 +81,11 @@ class Experts(nn.Module):
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the parameters, by name relative to this module; each expert is initialized under its own name."""
-        enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
-        leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
+        enter = TensorSpec(("expert", "ffn", self.width), Init("normal", self.context.init_std), "matrix", stacked=True)
+        leave = TensorSpec(("expert", self.width, "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
         gate = {} if self.gate_proj is None else {"gate_proj": enter}
         features = TensorSpec(("expert", "ffn"), Init("zeros"), "vector", stacked=True)
-        stream = TensorSpec(("expert", "embed"), Init("zeros"), "vector", stacked=True)
+        stream = TensorSpec(("expert", self.width), Init("zeros"), "vector", stacked=True)
         biases = {"gate_bias": features, "up_bias": features, "down_bias": stream}
         used = {name: spec for name, spec in biases.items() if getattr(self, name) is not None}
         return gate | {"up_proj": enter, "down_proj": leave} | used

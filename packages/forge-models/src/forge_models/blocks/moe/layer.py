@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher
-from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_core.specs import Dim, Init, ModuleSpec, TensorSpec
 from forge_models.autograd import attach
-from forge_models.blocks.layers import MLP, STREAM, unfilled
+from forge_models.blocks.layers import MLP, STREAM, Linear, linear_specs, unfilled
 from forge_models.blocks.moe.dispatch import LocalDispatch, limited
 from forge_models.blocks.moe.experts import Experts
 from forge_models.blocks.moe.routers import Biased, RowIndex, entropy, loads, pooled, probability_sums, weighted
@@ -46,12 +46,14 @@ class Totals(NamedTuple):
 
 BRANCH_NORMS = ("shared_norm", "shared_post_norm", "experts_norm", "experts_post_norm")
 """Names of the norms of shared and of chosen experts."""
+LATENT: tuple[Dim, ...] = ("batch", "sequence", None)
 
 
 class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x). With a `shared_gate` w, the first term is
     sigmoid(w x) * shared(x). With `branch_norms`, it is n2(shared(n1(x))) + n4(sum of weight_e * expert_e(n3(x))), with norms n.
-    With `weigh_inputs`, the terms of the sum are expert_e(weight_e * x).
+    With `weigh_inputs`, the terms of the sum are expert_e(weight_e * x). With a `latent_dim`, the chosen experts have this width:
+    the sum is latent_out(sum of weight_e * expert_e(latent_in(x))), while router and shared experts read x (Nemotron 3, 2025).
 
     It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
     balances itself with the counts of all ranks. Parallel strategies replace `dispatch`. A forward returns its router statistics
@@ -67,7 +69,11 @@ class ExpertLayer(nn.Module):
         router: Any = shape.router
         self.router: nn.Module = router.build(RouterContext.of(context, shape.experts, shape.top_k))
         own, bias = replace(context, ffn_dim=shape.ffn_dim), getattr(mlp, "bias", False)
-        self.experts = Experts(own, shape.experts, mlp.activation, mlp.gated, shape.kernel, bias)
+        width = context.dim if shape.latent_dim is None else shape.latent_dim
+        inner: Dim = "embed" if shape.latent_dim is None else None
+        self.experts = Experts(replace(own, dim=width), shape.experts, mlp.activation, mlp.gated, shape.kernel, bias, inner)
+        self.latent_in = None if shape.latent_dim is None else Linear(context.dim, width, bias)
+        self.latent_out = None if shape.latent_dim is None else Linear(width, context.dim, bias)
         # N experts that process every token equal one with N times the width, because their outputs are summed.
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
@@ -77,7 +83,7 @@ class ExpertLayer(nn.Module):
         norm: Any = context.norm
         for name in BRANCH_NORMS:
             self.register_module(name, norm.build(context.dim) if shape.branch_norms else None)
-        self.init_std = context.init_std
+        self.init_std, self.output_std = context.init_std, context.output_std
         self.dispatch: ExpertDispatcher = LocalDispatch()
         if shape.losses.global_batch:
             self.register_buffer("load", torch.full((shape.experts,), -1))
@@ -115,7 +121,7 @@ class ExpertLayer(nn.Module):
         if shape.branch_norms:
             y = self._apart(x, kept, routing.weights, slots)
         else:
-            y = self._dispatched(flat, kept, routing.weights, slots, self._shared_output(x)).view_as(x)
+            y = self._chosen(x, kept, routing.weights, slots, self._shared_output(x))
         if not self.training:
             return y, None
         by_row = x.shape[0] if rows is None else rows
@@ -134,6 +140,25 @@ class ExpertLayer(nn.Module):
             scalars = [seen, entropy(routing, mask), loss if loss is not None else load[0] * 0]
             router_stats = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
         return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
+
+    def _chosen(
+        self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None, shared: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """Returns the output of the chosen experts plus that of the shared ones, with the shape of `x`."""
+        if self.latent_in is None or self.latent_out is None:
+            return self._dispatched(x.flatten(0, -2), experts, weights, slots, shared).view_as(x)
+        inner = tap("experts.latent", self.latent_in(x))
+        flat, apart = inner.flatten(0, -2), []
+
+        def during() -> Tensor:
+            # Computed while tokens are under way, but too wide to be added before `latent_out`.
+            assert shared is not None
+            apart.append(shared())
+            return flat.new_zeros(()).expand_as(flat)
+
+        y = self._dispatched(flat, experts, weights, slots, None if shared is None else during).view_as(inner)
+        y = self.latent_out(tap("experts.latent_sum", y))
+        return y + apart[0].view_as(y) if apart else y
 
     def _dispatched(
         self, flat: Tensor, experts: Tensor, weights: Tensor, slots: int | None, shared: Callable[[], Tensor] | None = None
@@ -164,8 +189,7 @@ class ExpertLayer(nn.Module):
         """Returns the sum of shared and chosen experts, which have norms of their own before and behind them."""
         norms: dict[str, Any] = {name: getattr(self, name) for name in BRANCH_NORMS}
         assert self.shared is not None
-        flat = norms["experts_norm"](x).flatten(0, -2)
-        chosen = self._dispatched(flat, experts, weights, slots).view_as(x)
+        chosen = self._chosen(norms["experts_norm"](x), experts, weights, slots)
         shared = self.shared(norms["shared_norm"](x))
         return norms["shared_post_norm"](shared) + norms["experts_post_norm"](chosen)
 
@@ -208,16 +232,19 @@ class ExpertLayer(nn.Module):
         return found | ({"bias_max": bias.max(), "bias_min": bias.min()} if isinstance(bias, Tensor) else {})
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Returns the specs of this module's buffer and gate; router, experts and shared experts describe themselves."""
+        """Returns the specs of this module's buffer, gate and latent projections; its other parts describe themselves."""
         specs = {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
         if self.shared_gate is not None:
             specs["shared_gate"] = TensorSpec((None, "embed"), Init("normal", self.init_std), "router")
-        return specs
+        specs |= linear_specs("latent_in", self.latent_in, (None, "embed"), self.init_std)
+        return specs | linear_specs("latent_out", self.latent_out, ("embed", None), self.output_std)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Returns the layout of the hidden states, the token mask and the token ids, and of norms."""
-        norms = dict.fromkeys(BRANCH_NORMS if self.shape.branch_norms else (), ModuleSpec((STREAM,), (STREAM,)))
-        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,)), **norms}
+        """Returns the layout of the hidden states, the token mask and the token ids, and of norms and latent projections."""
+        parts = dict.fromkeys(BRANCH_NORMS if self.shape.branch_norms else (), ModuleSpec((STREAM,), (STREAM,)))
+        if self.latent_in is not None:
+            parts |= {"latent_in": ModuleSpec((STREAM,), (LATENT,)), "latent_out": ModuleSpec((LATENT,), (STREAM,))}
+        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,)), **parts}
 
 
 def observe_all(x: Tensor, observed: list[tuple[ExpertLayer, Tensor]]) -> Tensor:

@@ -35,7 +35,7 @@ STATES |= {"conv_kernel": "conv_width"}
 
 
 class NemotronH(Family):
-    """Nemotron-H and Nemotron 3. Its MTP modules do not affect logits and are not read; latent experts are refused."""
+    """Nemotron-H and Nemotron 3. Its MTP modules do not affect logits and are not read."""
 
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
@@ -83,7 +83,11 @@ class NemotronH(Family):
     parts: ClassVar = {"attention": "mixer", "mlp": "mixer", "attention_norm": "norm", "mlp_norm": "norm"}
     outside: ClassVar = {"embed.weight": "backbone.embeddings.weight", "norm.weight": "backbone.norm_f.weight"}
     layers = "backbone.layers"
-    experts: ClassVar = ExpertNames(part="mixer", bias="gate.e_score_correction_bias")
+    experts: ClassVar = ExpertNames(
+        part="mixer",
+        bias="gate.e_score_correction_bias",
+        latent={"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"},
+    )
     recurrent: ClassVar = "mixer"
     recurrent_parts: ClassVar[tuple[type[RecurrentLayer], ...]] = (Mamba2,)
     recurrent_places: ClassVar = staticmethod(state_space_places)
@@ -119,7 +123,6 @@ class NemotronH(Family):
             for key in ("moe_latent_size", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"):
                 keys.get(key)
             return None
-        keys.only("moe_latent_size", None)
         keys.only("n_shared_experts", 1)  # the reference has one, of a width of its own
         keys.only("mlp_bias", False)  # its experts have no biases, but its shared expert would have
         width, shared = keys.integer(EXPERTS_WIDTH), keys.integer(SHARED_WIDTH)
@@ -133,6 +136,7 @@ class NemotronH(Family):
             MoEConfig,
             **read_experts(keys, "n_routed_experts", "num_local_experts"),
             ffn_dim=width,
+            latent_dim=keys.integer("moe_latent_size", optional=True) or None,
             shared=shared // width if width else 0,
             every=where[0],
             first_dense=where[1],
@@ -155,7 +159,7 @@ class NemotronH(Family):
         if moe is not None:
             written |= write_experts(moe, "n_routed_experts") | write_sigmoid_router(moe.router)
             written |= {EXPERTS_WIDTH: moe.ffn_dim, SHARED_WIDTH: moe.shared * moe.ffn_dim, "n_shared_experts": 1}
-            written |= {"norm_topk_prob": normalized(moe), "moe_latent_size": None}
+            written |= {"norm_topk_prob": normalized(moe), "moe_latent_size": moe.latent_dim}
         return written
 
     def layer_of(self, decoder: DecoderConfig, block: int, part: str) -> int:
