@@ -24,7 +24,7 @@ def fill(model: torch.nn.Module, specs: Specs, seed: int) -> None:
             match spec.init.kind:
                 case "normal":
                     parameters[name].normal_(0.0, spec.init.std, generator=generator)
-                case "uniform" | "log" | "softplus":
+                case "uniform" | "log" | "softplus" | "choices":
                     parameters[name].copy_(spec.init.of(2 * torch.rand(parameters[name].shape, generator=generator) - 1))
                 case "ones":
                     parameters[name].fill_(1.0)

@@ -11,6 +11,7 @@ from torch import nn
 from forge_core.layout import Layout
 from forge_core.specs import key_of, philox, row_name
 from forge_models import initialize
+from forge_models.components.experts import SigmoidTopKConfig
 from forge_parallel.model.plan import Plan
 from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
@@ -18,6 +19,8 @@ from parallel.compositions.rows import DECODER, EXPERTS, LORA
 
 ALONE = Topology(Layout(), torch.device("cpu"))
 BUILDS = {"dense": DECODER, "experts": replace(DECODER, moe=EXPERTS), "large": replace(DECODER, dim=64, vocab_size=3000)}
+BUILDS["tables"] = replace(DECODER, vocab_size=5001, moe=replace(EXPERTS, top_k=5, router=SigmoidTopKConfig(hash_layers=(1, 3))))
+"""Rows of the tables are in two blocks of the stream."""
 BUILDS["adapter"] = replace(DECODER, moe=EXPERTS, lora=LORA)
 
 
@@ -32,8 +35,9 @@ def test_trials_d12_a_model_alone_has_the_weights_of_a_run(name: str, state: str
     for key, tensor in (*run.part.named_parameters(), *run.part.named_buffers()):
         assert torch.equal(tensors[key].to(tensor.dtype), tensor), key
     initialize(model, seed=6)
-    drawn = {key for key, spec in model.specs().tensors.items() if spec.init.kind in ("normal", "uniform")}
-    assert drawn == {key for key, tensor in run.part.named_parameters() if not torch.equal(tensors[key], tensor)}
+    drawn = {key for key, spec in model.specs().tensors.items() if spec.init.kind in ("normal", "uniform", "choices")}
+    every = (*run.part.named_parameters(), *run.part.named_buffers())
+    assert drawn == {key for key, tensor in every if not torch.equal(tensors[key].to(tensor.dtype), tensor)}
 
 
 def test_trials_d12_what_cannot_be_filled_is_refused() -> None:

@@ -118,6 +118,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, first_dense=1, latent_dim=20, router=SigmoidTopKConfig()),
         "mlp": ReLU2(),
     },
+    "experts_by_tables_of_tokens": {
+        "moe": MoEConfig(
+            experts=5,
+            shared=1,
+            ffn_dim=24,
+            router=SigmoidTopKConfig(scores="sqrt_softplus", scaling=1.5, hash_layers=(1,)),
+            losses=Losses(sequence=0.1, global_batch=0.1, z=0.1),
+        ),
+    },
     "layers_without_rope": {"attention": GQA(nope_every=2, window=4, global_layers=(1,)), "kv_heads": 2},
     "listed_layers_without_rope": {"attention": GQA(nope_layers=(0,))},
     "norm_without_parameters": {"norm": LayerNormConfig(weight=False, bias=False), "attention": GQA(qk_norm="head")},

@@ -20,6 +20,7 @@ CASES = [
     {"moe": MoEConfig(experts=4, shared=1, branch_norms=True, router=NormedTopKConfig())},
     {"moe": MoEConfig(experts=6, top_k=1, ffn_dim=20, every=2, router=HashConfig()), "mlp": GELU()},
     {"moe": MoEConfig(experts=5, top_k=2, shared=1, ffn_dim=20, first_dense=1, latent_dim=12)},
+    {"moe": MoEConfig(experts=5, top_k=2, ffn_dim=20, router=SigmoidTopKConfig(hash_layers=(0,)))},
 ]
 
 

@@ -22,7 +22,7 @@ from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, IndexedMLA
 from forge_models.components.decoder import DecoderConfig
-from forge_models.components.experts import MoEConfig
+from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
 from forge_parallel.optim.groups import ParameterGroup
 from forge_parallel.optim.optimizers import PROVEN
@@ -66,7 +66,17 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing", "frozen", "lora", "bidirectional", "indexer", "streams", "value_embeddings", "latent_experts")
+ANYWHERE = (
+    "label_smoothing",
+    "frozen",
+    "lora",
+    "bidirectional",
+    "indexer",
+    "streams",
+    "value_embeddings",
+    "latent_experts",
+    "hash_layers",
+)
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OBJECTIVES = ("dpo", "distillation", "masked_lm", "masked_diffusion", "classification")
@@ -83,6 +93,7 @@ NEEDS: Mapping[str, str] = {
     "ep_hierarchical": "experts",
     "ep_in_turn": "experts",
     "latent_experts": "experts",
+    "hash_layers": "experts",
     "float8_experts": "experts",
     **dict.fromkeys(("masked_lm", "masked_diffusion"), "bidirectional"),
     **dict.fromkeys(
@@ -145,7 +156,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, DecoderConfig, MoEConfig, GQA, CrossEntropy, ParameterGroup)
+        for cls in (*classes, Parallel, Precision, DecoderConfig, MoEConfig, SigmoidTopKConfig, GQA, CrossEntropy, ParameterGroup)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)

@@ -161,6 +161,8 @@ def decoder_of(row: frozenset[str]) -> Any:
         experts = replace(experts, losses=Losses(), router=SoftmaxTopKConfig())
     if "latent_experts" in row and experts is not None:
         experts = replace(experts, latent_dim=32 if wide else 12)
+    if "hash_layers" in row and experts is not None:
+        experts = replace(experts, router=replace(experts.router, hash_layers=(1, layers - 1)))
     lora = LORA if "lora" in row else None
     model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers, lora=lora)
     if "classification" in row:

@@ -8,7 +8,7 @@ import torch
 
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
-from forge_models.components.experts import HashConfig, MoEConfig
+from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
 from forge_models.generation import GenerationError, Sampling, generate
 from forge_models.shape import Rope, Streams, ValueEmbeddings
 from forge_parallel.optim.optimizers import AdamWConfig
@@ -32,6 +32,9 @@ HASHED = replace(
     mtp=MTPConfig(depth=1),
 )
 MODELS = {"tied": decoder_case(True), "windows": replace(decoder_case(), build=WINDOWS.build)}
+TABLED = replace(HASHED.moe, first_dense=0, router=SigmoidTopKConfig(bias_rate=0.0, hash_layers=(0, 4)))
+"""On the first and on the last stage."""
+MODELS["tables"] = replace(decoder_case(), build=replace(HASHED, moe=TABLED).build)
 MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
 TABLES = GQA(window=4, global_every=2, value_embeddings=ValueEmbeddings(layers=(1, 4), gate_channels=5))
 MODELS["values"] = replace(decoder_case(), build=replace(WINDOWS, attention=TABLES).build)
@@ -57,9 +60,11 @@ CASES = [
     *(("tied", layout, "1f1b") for layout in ("pp4", "pp2dp2", "pp2tp2", "pp2cp2", "hsdp2x1pp2")),
     ("streams", "pp2tp2", "1f1b"),
     ("hashed", "pp2dp2ep2", "interleaved"),
+    ("tables", "pp2dp2ep2", "interleaved"),
 ]
 FAST = (
     ("hashed", "pp2", "1f1b"),
+    ("tables", "pp2", "1f1b"),
     ("streams", "pp2", "1f1b"),
     ("values", "pp2", "1f1b"),
     ("windows", "pp2", "zbv"),

@@ -1,17 +1,22 @@
 """A run with experts: resumes to the bit, generates from its checkpoint, and starts from another library's folder."""
 
 import json
+import tomllib
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from forge_core.errors import ForgeError
 from forge_core.registry import Registry
+from forge_models import initialize
 from forge_models.generation import generate
 from forge_parallel.model.parallel_model import full
 from forge_train.cli import main
 from forge_train.formats.forge import Cast
+from forge_train.formats.plain import check_fit
 from forge_train.inference.stored import load_model, open_weights
 from harness.closeness import assert_no_farther
 from models.hf.zoo import CASES, exact_logits, random_model, saved
@@ -66,6 +71,37 @@ def test_a_checkpoint_generates_with_the_biases_that_it_has(recipe: Path, tmp_pa
     run.model.part.eval()
     expected = generate(run.model.part, [[3, 1, 4]], max_tokens=6)
     assert generate(model, [[3, 1, 4]], max_tokens=6) == expected
+
+
+def test_a_table_of_experts_is_part_of_the_weights(recipe: Path, tmp_path: Path) -> None:
+    """A run goes on to the bit; a checkpoint has the table in integers, also in bf16; a format without it is refused."""
+    table = 'hash_layers = [1], bias_rate = 0.05, bias_schedule = "constant"'
+    recipe.write_text(recipe.read_text().replace('bias_rate = 0.05, bias_schedule = "cosine", bias_steps = 8', table))
+
+    def run(name: str, steps: int) -> dict:
+        return train(recipe, [f"--job.dir={tmp_path / name}", f"--train.max_steps={steps}", "--schedule.name=constant"])
+
+    whole, pieces = run("whole", 4), [run("cut", steps) for steps in (2, 4)]
+    assert list(chain.from_iterable(piece["losses"] for piece in pieces)) == whole["losses"]
+    assert pieces[-1]["weights"] == whole["weights"]
+    weights = open_weights(tmp_path / "whole", Registry())
+    model, rounded = load_model(weights), load_model(Cast(weights, "bfloat16"))
+    name, own = "blocks.1.mlp.router.table", model.blocks["1"].mlp.router.table
+    drawn = weights.model.build()
+    initialize(drawn, seed=tomllib.loads(recipe.read_text()).get("job", {}).get("seed", 0))
+    assert own.dtype == torch.int64 and torch.equal(own, drawn.blocks["1"].mlp.router.table)
+    assert torch.equal(rounded.blocks["1"].mlp.router.table, own)
+    lacking = SimpleNamespace(
+        model=weights.model,
+        facts=weights.facts,
+        read=weights.read,
+        tensors={key: entry for key, entry in weights.tensors.items() if key != name},
+    )
+    with pytest.raises(ForgeError, match=f"has no {name}, whose values a model draws"):
+        load_model(lacking)
+    with pytest.raises(ForgeError, match=f"{name}: missing"):
+        check_fit(weights.model, lacking.tensors, tmp_path)
+    check_fit(weights.model, {key: entry for key, entry in weights.tensors.items() if not key.endswith("router.bias")}, tmp_path)
 
 
 def test_a_run_starts_from_a_folder_with_experts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ is flattened and split into blocks of `BLOCK` elements. Each block has its own c
 a part of a tensor draws only the blocks that overlap this part. On a CPU the stream is numpy's Philox with the tensor's key and
 the block as counter; on CUDA it is torch's Philox, seeded for each block. Each matrix of a stack counts as a separate tensor.
 Uniform values are 2 u - 1 times `Init.bound`, where u in [0, 1) are fp32 samples of the same stream; other values are functions
-of 2 u - 1 (`Init.of`).
+of 2 u - 1 (`Init.of`), `choices` of those of a whole row.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,14 @@ and the filters of convolutions."""
 @dataclass(frozen=True)
 class Init:
     """Initialization of a tensor: `normal` or `uniform` with mean 0 and `std`, `zeros` or `ones`; or between `low` and `high`:
-    `log`, the logarithm of a uniform value, or `softplus`, the x whose ln(1 + e^x) is log-uniform."""
+    `log`, the logarithm of a uniform value, or `softplus`, the x whose ln(1 + e^x) is log-uniform. `choices` are different
+    integers in each row (the last dimension), from 0 to `choices` - 1, each equally likely."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones", "log", "softplus"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "log", "softplus", "choices"]
     std: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    choices: int = 0
 
     def __post_init__(self) -> None:
         if self.between != (0 < self.low < self.high):
@@ -43,6 +45,8 @@ class Init:
             raise ValueError(
                 f"Init({self.kind!r}, std={self.std}): normal and uniform require std > 0, zeros and ones require std = 0"
             )
+        if (self.kind == "choices") != (self.choices > 0):
+            raise ValueError(f"Init({self.kind!r}, choices={self.choices}): only choices have a number of choices, at least 1")
 
     @property
     def between(self) -> bool:
@@ -52,7 +56,7 @@ class Init:
     @property
     def drawn(self) -> bool:
         """Whether values are random."""
-        return self.between or self.kind in ("normal", "uniform")
+        return self.between or self.kind in ("normal", "uniform", "choices")
 
     @property
     def bound(self) -> float:
@@ -60,7 +64,10 @@ class Init:
         return sqrt(3) * self.std
 
     def of(self, samples: Any) -> Any:
-        """Returns the values (a tensor) that belong to fp32 samples of the random stream, in the same dtype."""
+        """Returns the values (a tensor) that belong to fp32 samples of the random stream, in the same dtype; for `choices`, whose
+        samples are whole rows (..., n), in int64."""
+        if self.kind == "choices":
+            return self._choices((samples.double() + 1) / 2)
         if not self.between:
             return samples * (self.bound if self.kind == "uniform" else self.std)
         share = (samples.double() + 1) / 2
@@ -68,6 +75,17 @@ class Init:
             return (self.low + share * (self.high - self.low)).log().to(samples.dtype)
         value = (log(self.low) + share * log(self.high / self.low)).exp()
         return (value + (-(-value).expm1()).log()).to(samples.dtype)
+
+    def _choices(self, share: Any) -> Any:
+        """Returns for each row of `share` (..., n), between 0 and 1, the element of this share among those not chosen yet."""
+        values = (share * 0).long()
+        for at in range(share.shape[-1]):
+            left = self.choices - at
+            value = (share[..., at] * left).long().clamp(max=left - 1)
+            for taken in values[..., :at].sort(-1).values.unbind(-1):
+                value = value + (value >= taken).long()
+            values[..., at] = value
+        return values
 
 
 @dataclass(frozen=True)

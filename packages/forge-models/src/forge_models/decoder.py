@@ -30,7 +30,7 @@ HEAD = "head.weight"
 """Name of a tied head, whose tensor is that of the embedding."""
 MTP_TABLE = "mtp.embed.weight"
 """Name of the embedding in the MTP modules."""
-COMPUTING = (".router.bias", ".scalar")
+COMPUTING = (".router.bias", ".router.table", ".scalar")
 """Suffixes of the names of buffers that are part of what a trained model computes."""
 
 

@@ -44,6 +44,10 @@ def _fill(tensor: Tensor, init: Init, name: str, seed: int) -> None:
         tensor.fill_(1.0 if init.kind == "ones" else 0.0)
         return
     key, flat, uniform = specs.key_of(seed, name), tensor.detach().view(-1), init.kind != "normal"
+    if init.kind == "choices":  # depend on all samples of a row, which may be in two blocks
+        drawn = [_drawn(key, block, tensor.device, uniform) for block in range(-(-len(flat) // specs.BLOCK))]
+        tensor.copy_(init.of(torch.cat(drawn)[: len(flat)].view(tensor.shape)))
+        return
     for block, part in enumerate(flat.split(specs.BLOCK)):
         drawn = _drawn(key, block, tensor.device, uniform)
         part.copy_(init.of(drawn[: part.numel()]))

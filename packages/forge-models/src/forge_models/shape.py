@@ -13,6 +13,7 @@ from forge_core.specs import Matrix
 
 AttentionKernel = Literal["auto", "sdpa", "flex", "varlen"]
 ExpertKernel = Literal["auto", "grouped", "loop"]
+RouterScores = Literal["sigmoid", "sqrt_softplus"]
 
 RecurrentKernel = Literal["torch", "fla"]
 
@@ -191,6 +192,7 @@ class RouterContext:
         top_k: number of experts chosen for each token.
         layer: index of the block.
         init_std: standard deviation of hidden matrices.
+        vocab_size: number of token ids; 0 where blocks process no tokens.
     """
 
     dim: int
@@ -198,11 +200,13 @@ class RouterContext:
     top_k: int
     layer: int
     init_std: float
+    vocab_size: int = 0
 
     @classmethod
     def of(cls, context: BlockContext, experts: int, top_k: int) -> "RouterContext":
         """Returns the context of a router in a block with `experts` experts, `top_k` of them per token."""
-        return cls(dim=context.dim, experts=experts, top_k=top_k, layer=context.layer, init_std=context.init_std)
+        sizes = {"dim": context.dim, "experts": experts, "top_k": top_k, "vocab_size": context.vocab_size}
+        return cls(**sizes, layer=context.layer, init_std=context.init_std)
 
     def of_any_layer(self) -> "RouterContext":
         """Returns the context without the number of the block, to compare blocks."""

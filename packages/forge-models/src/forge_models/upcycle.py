@@ -133,6 +133,8 @@ def _slices(moe: MoEShape, ffn_dim: int) -> int:
         raise ForgeError("a dense model has no norms of branches: set model.moe.branch_norms = false")
     if moe.latent_dim is not None:
         raise ForgeError("a dense model's feed-forward layers have the width of the model: remove model.moe.latent_dim")
+    if getattr(router, "hash_layers", ()):
+        raise ForgeError("a table of experts is drawn with the weights of a new model: remove model.moe.router.hash_layers")
     if getattr(router, "total", None) is None:
         how = "set model.moe.router.normalize = true" if hasattr(router, "normalize") else "choose router softmax_topk"
         raise ForgeError(f"the combine weights of a token must add up to one number: {how}")

@@ -91,6 +91,8 @@ def filled(module: nn.Module, specs: Mapping[str, TensorSpec], ties: Mapping[str
             init = specs[name].init
             if init.kind == "normal":
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * init.std)
+            elif init.drawn:
+                buffer.copy_(init.of(2 * torch.rand(buffer.shape, generator=draw) - 1))
             else:
                 buffer.fill_(init.kind == "ones")
     return module

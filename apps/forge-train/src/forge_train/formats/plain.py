@@ -238,23 +238,26 @@ def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Pat
 
 
 def check_fit(component: Any, tensors: Mapping[str, StoredTensor], origin: Path) -> None:
-    """Compares names and shapes of tensors with the model. Buffers may be missing; they are initialized as in a new run.
+    """Compares names and shapes of tensors with the model. Buffers may be missing; they are initialized as in a new run. Those
+    that a new run draws, such as a router's table of token ids, may not, because other random values are another model.
 
     Raises:
         ForgeError: tensors are missing, unexpected or of another shape; the error lists the first 20 of each kind.
     """
     with torch.device("meta"):
         module: torch.nn.Module = component.build()
-    ties = dict(module.specs().ties)  # type: ignore[operator] (a model of Forge has it)
+    specs: Any = module.specs()  # type: ignore[operator] (a model of Forge has it)
+    ties = dict(specs.ties)
     parameters = {name: tuple(tensor.shape) for name, tensor in module.named_parameters() if name not in ties}
     held = parameters | {name: tuple(tensor.shape) for name, tensor in module.named_buffers()}
+    needed = [name for name in held if name in parameters or (name in specs.tensors and specs.tensors[name].init.drawn)]
     kinds = [
         [
             f"{name}: shape {entry.shape}, in the model {held[name]}"
             for name, entry in tensors.items()
             if name in held and entry.shape != held[name]
         ],
-        [f"{name}: missing" for name in parameters if name not in tensors],
+        [f"{name}: missing" for name in needed if name not in tensors],
         [f"{name}: not in the model" for name in tensors if name not in held],
     ]
     if any(kinds):

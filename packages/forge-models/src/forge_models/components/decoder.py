@@ -279,6 +279,9 @@ class DecoderConfig(Component):
         wider: Any = getattr(shape.attention, "ffn_factor_at", lambda *_: 1)
         if any(shape.has_experts(layer) and wider(layer, self.layers) != 1 for layer in range(self.layers)):
             raise ValueError("attention.shared_kv_ffn_factor has no effect on layers with experts; set it to 1, or remove moe")
+        tables: tuple[int, ...] = getattr(moe.router, "hash_layers", ())
+        if without := [layer for layer in tables if layer >= self.layers or not shape.has_experts(layer)]:
+            raise ValueError(f"moe.router.hash_layers {without} are no blocks with experts, of {self.layers} counted from 0")
         if moe.branch_norms and self.shared_norm:
             raise ValueError("moe.branch_norms does not support shared_norm, because its experts read the stream; remove one")
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import FREE, IDENTITY, Component, Slot
 from forge_core.features import Feature
 from forge_core.specs import Matrix
-from forge_models.shape import ExpertKernel, Losses, MoEShape, RouterContext
+from forge_models.shape import ExpertKernel, Losses, MoEShape, RouterContext, RouterScores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +75,7 @@ class SigmoidTopKConfig(Component):
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.moe.routers:SigmoidTopK"
 
-    scores: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"
+    scores: RouterScores = "sigmoid"
     """Function s of the logits: `sigmoid`, or `sqrt_softplus`, the root of ln(1 + exp(z)), which has no limit (DeepSeek-V4)."""
     normalize: bool = True
     """Whether the chosen scores are divided by their sum."""
@@ -92,9 +92,15 @@ class SigmoidTopKConfig(Component):
     """Schedule of the rate: over `bias_steps` steps, `cosine` lowers it to 0 and `warmup` raises it from 0."""
     bias_steps: Annotated[int, Gt(0), FREE] | None = None
     """Length of `cosine` and `warmup` in optimizer steps."""
+    hash_layers: Annotated[tuple[Annotated[int, Ge(0)], ...], Feature("hash_layers", unless=(), plane="model")] = ()
+    """Blocks, counted from 0, in which a fixed table of token ids names the experts, such as [0, 1, 2] (DeepSeek-V4; after Roller
+    et al., 2021). Their weights are still those of the scores. The table is a buffer, drawn with the weights and never trained;
+    these blocks have no bias, and no losses balance them."""
     learned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if len(set(self.hash_layers)) < len(self.hash_layers):
+            raise ValueError(f"hash_layers {list(self.hash_layers)} names a block twice")
         if (self.bias_schedule == "constant") != (self.bias_steps is None):
             raise ValueError(
                 f"bias_steps must be set exactly when bias_schedule is 'cosine' or 'warmup', not {self.bias_schedule!r}"
@@ -110,11 +116,25 @@ class SigmoidTopKConfig(Component):
             cls(normalize=False, n_group=4, topk_group=2),
             cls(scaling=2.5, bias_rate=0.01, bias_schedule="warmup", bias_steps=10),
             cls(scores="sqrt_softplus", scaling=1.5),
+            cls(scores="sqrt_softplus", scaling=1.5, hash_layers=(1,)),
         )
 
     @property
     def total(self) -> float | None:
         return self.scaling if self.normalize else None
+
+    @classmethod
+    def passed(cls) -> tuple[str, ...]:
+        """Returns the names of the arguments of the module: all fields but `hash_layers`."""
+        return tuple(name for name in super().passed() if name != "hash_layers")
+
+    def build(self, context: RouterContext) -> Any:
+        """Returns the router of a block: `blocks.moe.token_table.TokenTable` in `hash_layers`, else `SigmoidTopK`."""
+        if context.layer not in self.hash_layers:
+            return super().build(context)
+        from forge_models.blocks.moe.token_table import TokenTable
+
+        return TokenTable(context, scores=self.scores, normalize=self.normalize, scaling=self.scaling)
 
     def matrices(self, context: RouterContext) -> dict[str, Matrix]:
         """Returns the linear layers by name."""
@@ -133,6 +153,8 @@ class SigmoidTopKConfig(Component):
         """
         if experts % self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide experts {experts}")
+        if self.n_group > 1 and self.hash_layers:
+            raise ValueError("hash_layers does not support n_group, because a table names experts of any group; remove one")
         within = self.groups_kept * (experts // self.n_group)
         if top_k > within:
             raise ValueError(f"topk_group {self.topk_group} leaves {within} of {experts} experts, fewer than top_k {top_k}")
@@ -225,6 +247,10 @@ class MoEConfig:
         router = self._router
         if self.losses.any() and not getattr(router, "learned", True):
             raise ValueError(f"router {type(router).__name__} is not learned, so losses cannot balance it; remove losses")
+        if self.losses.pooled and getattr(router, "hash_layers", ()):
+            raise ValueError(
+                "losses.pooled joins the loads of all layers, but tables of router.hash_layers follow no losses; use another one"
+            )
         check: Any = getattr(router, "check", None)
         if check is not None:
             try:

@@ -164,6 +164,7 @@ class ExpertNames:
         matrices: Forge's name of a projection -> its name in an expert, if they differ.
         router: name of the router inside the layer.
         bias: name of the router's bias inside the layer.
+        table: name of the router's table of token ids inside the layer.
         shared: name of the shared experts inside the layer.
         shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
@@ -177,6 +178,7 @@ class ExpertNames:
     matrices: Mapping[str, str] = field(default_factory=dict)
     router: str = "gate"
     bias: str | None = None
+    table: str | None = None
     shared: str = "shared_experts"
     shared_gate: str | None = None
     fused: bool = False

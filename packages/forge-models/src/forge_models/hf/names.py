@@ -127,6 +127,7 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
     found = {name: _place(family, experts, decoder, name, shape) for name, shape in parameters.items()}
     found |= _fused(family, found)
     ends = ("router.bias",) if experts is not None and experts.bias is not None else ()
+    ends += ("router.table",) if experts is not None and experts.table is not None else ()
     ends += (".scalar",) if "scalar" in family.parts else ()
     known = {name: shape for name, shape in buffers.items() if name.endswith(ends)}
     return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
@@ -176,7 +177,12 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
             return TensorPlace(
                 shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True
             )
-        named = {"router.weight": f"{experts.router}.weight", "router.bias": experts.bias, "shared_gate": experts.shared_gate}
+        named = {
+            "router.weight": f"{experts.router}.weight",
+            "router.bias": experts.bias,
+            "router.table": experts.table,
+            "shared_gate": experts.shared_gate,
+        }
         theirs = named.get(rest)
         linear, _, end = rest.partition(".")
         if linear in experts.latent:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.errors import ForgeError
 from forge_core.protocols.weights import NO_EXTRAS
 
 if TYPE_CHECKING:
@@ -62,10 +63,16 @@ def _units(model: Any) -> list[tuple[str, nn.Module]]:
 
 def buffers_of(weights: "Weights", model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns the values of some buffers of `model` by global name, on the CPU and in their dtypes in the model: those of
-    `weights`, or the initial values of the spec if the format does not store a buffer, such as a counter of a run."""
+    `weights`, or the initial values of the spec if the format does not store a buffer, such as a counter of a run.
+
+    Raises:
+        ForgeError: the format does not store a buffer whose initial values are random.
+    """
     specs, shown = model.specs().tensors, dict(model.named_buffers())  # type: ignore[operator]
     stored = [name for name in names if name in weights.tensors]
     found = {name: torch.zeros(shown[name].shape, dtype=shown[name].dtype) for name in names}
+    if lost := [name for name in names if name not in weights.tensors and specs[name].init.drawn]:
+        raise ForgeError(f"{weights.facts.origin} has no {lost[0]}, whose values a model draws; take weights that store it")
     for name, value in found.items():
         value.fill_(1 if specs[name].init.kind == "ones" else 0)
     read = weights.read(stored) if stored else {}

@@ -174,7 +174,7 @@ class NormChecks:
         assert x.grad is not None and bool(x.grad.isfinite().all()) and bool(x.grad.any()), "no gradient reaches the input"
 
 
-CONTEXT = RouterContext(dim=16, experts=8, top_k=3, layer=1, init_std=0.02)
+CONTEXT = RouterContext(dim=16, experts=8, top_k=3, layer=1, init_std=0.02, vocab_size=200)
 TOKENS = 24
 UPDATES = 200
 

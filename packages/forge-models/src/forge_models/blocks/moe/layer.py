@@ -16,7 +16,7 @@ from forge_models.blocks.moe.dispatch import LocalDispatch, limited
 from forge_models.blocks.moe.experts import Experts
 from forge_models.blocks.moe.routers import Biased, RowIndex, entropy, loads, pooled, probability_sums, weighted
 from forge_models.inner_values import tap
-from forge_models.shape import BlockContext, MoEShape, RouterContext
+from forge_models.shape import BlockContext, Losses, MoEShape, RouterContext
 
 
 class Totals(NamedTuple):
@@ -83,9 +83,11 @@ class ExpertLayer(nn.Module):
         norm: Any = context.norm
         for name in BRANCH_NORMS:
             self.register_module(name, norm.build(context.dim) if shape.branch_norms else None)
+        # A table of experts does not follow losses that balance it, which would only change the weights.
+        self.losses = shape.losses if getattr(self.router, "chooses", True) else Losses(z=shape.losses.z)
         self.init_std, self.output_std = context.init_std, context.output_std
         self.dispatch: ExpertDispatcher = LocalDispatch()
-        if shape.losses.global_batch:
+        if self.losses.global_batch:
             self.register_buffer("load", torch.full((shape.experts,), -1))
         self._scale: Tensor | None = None
         self._router_stats: Tensor | None = None
@@ -127,12 +129,12 @@ class ExpertLayer(nn.Module):
         by_row = x.shape[0] if rows is None else rows
         counts, loss = loads(experts, by_row, shape.experts), None
         pooled_sums: list[Tensor] = []
-        if shape.losses.any():
-            before = self.load if shape.losses.global_batch else None
+        if self.losses.any():
+            before = self.load if self.losses.global_batch else None
             sums = probability_sums(routing, by_row, mask)
-            loss = weighted(shape.losses, routing, counts, sums, before, mask)
+            loss = weighted(self.losses, routing, counts, sums, before, mask)
             y = attach(y, loss, self._scale)
-            pooled_sums = [sums.sum(0).double()] if shape.losses.pooled else []
+            pooled_sums = [sums.sum(0).double()] if self.losses.pooled else []
         with torch.no_grad():
             seen = torch.full((), flat.shape[0], device=x.device) if mask is None else mask.sum()
             load = counts.sum(0)
@@ -215,7 +217,7 @@ class ExpertLayer(nn.Module):
         self._router_stats, self.totals = None, Totals.of(totals)
         if isinstance(self.router, Biased):
             self.router.balance(self.totals.load, skip)
-        if self.shape.losses.global_batch:
+        if self.losses.global_batch:
             self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
 
     def report(self) -> dict[str, Tensor]:
@@ -233,7 +235,7 @@ class ExpertLayer(nn.Module):
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of this module's buffer, gate and latent projections; its other parts describe themselves."""
-        specs = {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
+        specs = {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.losses.global_batch else {}
         if self.shared_gate is not None:
             specs["shared_gate"] = TensorSpec((None, "embed"), Init("normal", self.init_std), "router")
         specs |= linear_specs("latent_in", self.latent_in, (None, "embed"), self.init_std)

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import unfilled, unit_rms
 from forge_models.inner_values import tap
-from forge_models.shape import Losses, RouterContext
+from forge_models.shape import Losses, RouterContext, RouterScores
 
 
 class Routing(NamedTuple):
@@ -86,7 +86,7 @@ class SoftmaxTopK(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`."""
-        logits = _logits(x, self.weight, self.bias)
+        logits = logits_of(x, self.weight, self.bias)
         probabilities = logits.softmax(-1)
         weights, experts = probabilities.topk(self.context.top_k, dim=-1)
         if self.normalize:
@@ -96,7 +96,7 @@ class SoftmaxTopK(nn.Module):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the weight and, if there is one, the bias."""
         bias = {} if self.bias is None else {"bias": TensorSpec((None,), Init("zeros"), "vector")}
-        return {"weight": _spec(self.context)} | bias
+        return {"weight": weight_spec(self.context)} | bias
 
 
 class NormedTopK(nn.Module):
@@ -114,7 +114,7 @@ class NormedTopK(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        logits = _logits(unit_rms(wide, self.eps) * self.scale * self.context.dim**-0.5, self.weight)
+        logits = logits_of(unit_rms(wide, self.eps) * self.scale * self.context.dim**-0.5, self.weight)
         probabilities = logits.softmax(-1)
         weights, experts = probabilities.topk(self.context.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True) * self.expert_scale.to(weights.dtype)[experts]
@@ -123,7 +123,7 @@ class NormedTopK(nn.Module):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the weight and of the factors, which start at 1."""
         factors = TensorSpec((None,), Init("ones"), "vector")
-        return {"scale": factors, "weight": _spec(self.context), "expert_scale": factors}
+        return {"scale": factors, "weight": weight_spec(self.context), "expert_scale": factors}
 
 
 class SigmoidTopK(nn.Module):
@@ -138,7 +138,7 @@ class SigmoidTopK(nn.Module):
         self,
         context: RouterContext,
         *,
-        scores: Literal["sigmoid", "sqrt_softplus"] = "sigmoid",
+        scores: RouterScores = "sigmoid",
         normalize: bool = True,
         scaling: float = 1.0,
         n_group: int = 1,
@@ -158,14 +158,10 @@ class SigmoidTopK(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`."""
-        logits = _logits(x, self.weight)
-        scores = logits.sigmoid() if self.scores == "sigmoid" else _root_of_softplus(logits)
+        logits = logits_of(x, self.weight)
+        scores = score(self.scores, logits)
         experts = self._choice(scores.detach() + self.bias).topk(self.context.top_k, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts, weights * self.scaling, probabilities, logits)
+        return by_score(logits, scores, experts, self.normalize, self.scaling)
 
     def _choice(self, biased: Tensor) -> Tensor:
         """Returns (N, experts) with -inf outside the best groups."""
@@ -205,7 +201,7 @@ class SigmoidTopK(nn.Module):
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the specs of the weight, the bias and, if the bias rate changes, the number of updates."""
-        specs = {"weight": _spec(self.context), "bias": TensorSpec((None,), Init("zeros"), "vector")}
+        specs = {"weight": weight_spec(self.context), "bias": TensorSpec((None,), Init("zeros"), "vector")}
         return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.bias_steps is not None else {})
 
 
@@ -221,13 +217,13 @@ class TopKSigmoid(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`. Logits are compared, because large ones have equal sigmoids."""
-        logits = _logits(x, self.weight)
+        logits = logits_of(x, self.weight)
         scores, (chosen, experts) = logits.sigmoid(), logits.topk(self.context.top_k, dim=-1)
         return Routing(experts, chosen.sigmoid(), scores / (scores.sum(-1, keepdim=True) + 1e-20), logits)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns the spec of the weight."""
-        return {"weight": _spec(self.context)}
+        return {"weight": weight_spec(self.context)}
 
 
 class Hash(nn.Module):
@@ -259,17 +255,32 @@ class Hash(nn.Module):
         return {}
 
 
-def _root_of_softplus(logits: Tensor) -> Tensor:
+def score(kind: RouterScores, logits: Tensor) -> Tensor:
+    """Returns the positive score of each logit; see `forge_models.components.experts.SigmoidTopKConfig.scores`."""
+    if kind == "sigmoid":
+        return logits.sigmoid()
     # The softplus of a very small logit is 0, where the root has no derivative.
     return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def by_score(logits: Tensor, scores: Tensor, experts: Tensor, normalize: bool, scaling: float) -> Routing:
+    """Returns the routing to `experts` (N, top_k) with weights that are their `scores`, times `scaling`; with `normalize`, first
+    divided by their sum."""
+    weights = scores.gather(-1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return Routing(experts, weights * scaling, probabilities, logits)
+
+
+def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x W^T + bias, (N, experts), at least in fp32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return tap("router.logits", F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)))
 
 
-def _spec(context: RouterContext) -> TensorSpec:
+def weight_spec(context: RouterContext) -> TensorSpec:
+    """Returns the spec of a router's matrix."""
     # No strategy shards the rows, because every rank routes its own tokens among all experts.
     return TensorSpec((None, "embed"), Init("normal", context.init_std), "router")
 
