@@ -4,6 +4,7 @@ from typing import Any
 
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import LayerInputsConfig
 from forge_models.components.experts import (
     MoEConfig,
@@ -24,9 +25,13 @@ LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
 
 INDEXED = LATENT | {"q_lora_rank": 16, "index_heads": 5, "index_dim": 8, "top_k": 4}
 
+COMPRESSED = {"window": 4, "q_lora_rank": 16, "o_groups": 3, "o_lora_rank": 8, "sparse_rate": 2, "heavy_rate": 3}
+COMPRESSED |= {"index_heads": 5, "index_dim": 12, "top_k": 2}
+
 SMALL: dict[tuple[str, str], dict[str, Any]] = {
     ("attention", "mla"): LATENT,
     ("attention", "indexed_mla"): INDEXED,
+    ("attention", "compressed_mqa"): COMPRESSED,
     ("attention", "hybrid"): {"full_every": 2},
 }
 """Fields of components whose defaults are large, or are for more layers."""
@@ -83,6 +88,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "indexer_in_warm_up": {
         "attention": IndexedMLA(**INDEXED, keys="all", kl_weight=0.5),
         "moe": MoEConfig(experts=4, ffn_dim=24, first_dense=1, router=SoftmaxTopKConfig()),
+    },
+    "compressed_keys": {
+        "attention": CompressedMQA(**COMPRESSED, kinds=("sparse", "window", "heavy")),
+        "rope": Rope(theta=500.0, local_theta=50.0, partial=0.6, scaling="yarn", factor=4.0, original_max_length=8),
+        "layers": 3,
+        "moe": MoEConfig(experts=4, shared=1, ffn_dim=24, router=SoftmaxTopKConfig()),
+        "streams": Streams(count=2, sinkhorn=3),
     },
     "post_norms": {"norm_placement": "post", "norm": LayerNormConfig()},
     "sandwich": {

@@ -21,6 +21,7 @@ from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, IndexedMLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
@@ -76,6 +77,7 @@ ANYWHERE = (
     "value_embeddings",
     "latent_experts",
     "hash_layers",
+    "compressed_keys",
 )
 """What goes with every row, and so is in one only where a pair asks for it."""
 
@@ -170,7 +172,7 @@ def declared_features() -> set[str]:
     }
     objectives = (registry.load("forge.objectives", name) for name in registry.names("forge.objectives"))
     found |= {name for objective in objectives if (name := getattr(objective, "feature", ""))}
-    return found | {"accumulate", GQA(causal=False).feature, IndexedMLA.feature}
+    return found | {"accumulate", GQA(causal=False).feature, IndexedMLA.feature, CompressedMQA.feature}
 
 
 @cache

@@ -14,6 +14,7 @@ from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, IndexedMLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
@@ -76,6 +77,20 @@ INDEXED = IndexedMLA(
     top_k=4,
 )
 """In low precision rounding may choose another key, so that all are chosen."""
+
+COMPRESSED = CompressedMQA(
+    window=5,
+    q_lora_rank=16,
+    o_groups=2,
+    o_lora_rank=16,
+    sparse_rate=3,
+    heavy_rate=4,
+    index_heads=16,
+    index_dim=16,
+    top_k=2,
+)
+KINDS = ("heavy", "sparse", "sparse", "window")
+"""Of compressed keys, by layer, in turn."""
 
 LLAMA = {
     "model_type": "llama",
@@ -171,6 +186,11 @@ def decoder_of(row: frozenset[str]) -> Any:
         model = replace(model, attention=GQA(causal=False))
     if "indexer" in row:
         model = replace(model, attention=replace(INDEXED, keys="chosen" if row.isdisjoint(LOW) else "all"), kv_heads=None)
+    if "compressed_keys" in row:
+        if model.attention != GQA():
+            raise ValueError("compressed keys are an attention of their own")
+        attention = replace(COMPRESSED, kinds=(KINDS * layers)[:layers], top_k=2 if row.isdisjoint(LOW) else 10)
+        model = replace(model, attention=attention, kv_heads=None)
     if "value_embeddings" in row:
         if not isinstance(model.attention, GQA):
             raise ValueError("attention with an indexer has no tables of values")
@@ -262,7 +282,7 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     if "transformers" in row:
         patterns = ("model.layers.1.*", "model.layers.2.self_attn.k_proj.*") if "frozen" in row else ()
         return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
-    part = "indexer" if "indexer" in row else "k_proj"
+    part = "indexer" if row & {"indexer", "compressed_keys"} else "k_proj"
     patterns = ("blocks.1.*", f"blocks.2.attention.{part}.*", *(() if "tied" in row else ("embed.weight",)))
     patterns = patterns if "frozen" in row else ()
     return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)

@@ -20,7 +20,7 @@ from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
-from parallel.compositions.rows import DECODER, EXPERTS, INDEXED, case_of, measured
+from parallel.compositions.rows import COMPRESSED, DECODER, EXPERTS, INDEXED, case_of, measured
 from parallel.one_process import alone
 
 VOCAB = 61
@@ -86,6 +86,15 @@ DECODERS = {
     "temperature": replace(DECODER, attention=GQA(temperature=0.7, temperature_length=2)),
     "sinks": replace(DECODER, attention=GQA(sinks=True, window=5, global_every=2)),
     "indexer": replace(DECODER, attention=INDEXED, kv_heads=None, moe=EXPERTS),
+    "compressed keys": replace(
+        DECODER,
+        attention=replace(COMPRESSED, kinds=("sparse", "heavy", "window", "sparse")),
+        kv_heads=None,
+        head_dim=6,
+        rope=Rope(theta=500.0, local_theta=50.0, partial=0.7),
+        streams=Streams(count=2),
+        moe=EXPERTS,
+    ),
     "indexer in warm-up": replace(DECODER, attention=replace(INDEXED, keys="all"), kv_heads=None),
     "experts with biases": replace(
         DECODER,

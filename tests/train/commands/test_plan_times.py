@@ -137,6 +137,10 @@ def test_every_transform_is_modeled_or_refused() -> None:
         (["--transforms.shard.offload=true"], "transforms.shard.offload = True has no modeled time"),
         (["--model.moe.experts=8", "--model.moe.capacity=1.25"], "model.moe.capacity drops tokens"),
         (["--model.attention.value_embeddings.layers=[1]"], "model.attention.value_embeddings adds tables"),
+        (
+            ["--model.attention.name=compressed_mqa", "--model.kv_heads=32", "--model.attention.top_k=8"],
+            "model.attention compresses keys",
+        ),
         (["--model.streams.count=2"], "model.streams mixes several residual streams"),
     ],
 )

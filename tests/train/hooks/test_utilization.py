@@ -11,6 +11,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig
 from forge_models.flops import count_flops
+from forge_models.shape import CompressedKeys
 from forge_parallel import accelerator
 from forge_parallel.transforms.float8.transform import Float8
 from forge_train.doctor import measure
@@ -110,6 +111,15 @@ def test_keys_are_those_of_a_mask_written_out(window: int | None) -> None:
     assert keys_met([batch, batch], 16, window) == seen / 32
     alone = Batch(torch.zeros(3, 16), torch.zeros(3, 16))
     assert keys_met([alone], 16, window) == sum(min(place, window or 16) for place in range(1, 17)) / 16
+
+
+@pytest.mark.parametrize(("rate", "limit"), [(2, None), (3, 1), (4, 2)])
+def test_compressed_keys_are_those_of_whole_windows_of_documents(rate: int, limit: int | None) -> None:
+    rows = [[3, 5, 1, 7], [16]]
+    positions = torch.tensor([[place for size in row for place in range(size)] for row in rows], dtype=torch.int32)
+    each = [sum(1 for last in range(rate - 1, place + 1, rate)) for row in rows for size in row for place in range(size)]
+    batch = Batch(torch.zeros(2, 16), torch.zeros(2, 16), positions)
+    assert keys_met([batch], 16, CompressedKeys(rate, limit)) == sum(min(keys, limit or 16) for keys in each) / 32
 
 
 def test_layers_with_windows_meet_their_own_number_of_keys() -> None:

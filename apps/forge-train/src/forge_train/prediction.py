@@ -118,6 +118,8 @@ def unmodeled(job: Job) -> str:
     used = {use.name for use in features(job, Layout())}
     if "indexer" in used:
         return "model.attention has an indexer, whose loss and whose choice of keys have no modeled time"
+    if "compressed_keys" in used:
+        return "model.attention compresses keys, which has no modeled time"
     if "streams" in used:
         return "model.streams mixes several residual streams, which has no modeled time"
     if "value_embeddings" in used:

@@ -9,7 +9,7 @@ with P the number of weights in matrix products for one token (always with the h
 counts once, as head; no biases; of experts, the `top_k` that a token is sent to, the shared ones and the router) and T' the
 number of keys per query. T' is T, or the window, the chunk or the number of chosen keys if that is smaller, for the full square
 that most tables count ("PaLM" convention, Chowdhery et al., 2022); a causal kernel without a window needs (T + 1) / 2, and a
-bidirectional one T. An indexer scores all T keys for the chosen ones.
+bidirectional one T. An indexer scores all T keys for the chosen ones. Of compressed keys there is one for every `rate` tokens.
 Recomputation is not counted, and slots dropped because of capacity are not subtracted. MTP modules count in training only: each
 has a projection of two widths to one and a block, and runs the head once more. They are counted for every token, although the
 last k tokens of a row have no input for module k.
@@ -20,7 +20,8 @@ of a block reads with n D multiply-adds and mixes with n^2 D, and the sum of the
 Of an adapter and its frozen base, the base has no gradients of its weights: 4 instead of 6 FLOPs per weight and token, and the
 adapter's own weights have 6. The products of B A in DoRA, once for each forward, are not counted.
 
-Parts declare their products: attentions, MLPs and routers in `matrices(context)`, attentions also in `score_width(context)`.
+Parts declare their products: attentions, MLPs and routers in `matrices(context)`, attentions also in `score_width(context)`, and
+those with weights that are no linear layers in `other_products(context)`.
 """
 
 from collections import Counter
@@ -30,7 +31,10 @@ from math import prod
 from typing import Any
 
 from forge_core.batch import Batch
-from forge_models.shape import AttentionChunk, DecoderShape, RouterContext
+from forge_models.shape import AttentionChunk, CompressedKeys, DecoderShape, RouterContext
+
+Keys = int | CompressedKeys | None
+"""Number of keys of a query: a window, a chunk, a number of chosen or of compressed keys; None = all."""
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """Formula to print with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
@@ -68,10 +72,10 @@ class Counts:
     head: int
     matrix: int
     idle: int
-    widths: Mapping[int | None, int]
+    widths: Mapping[Keys, int]
     mtp: int = 0
     mtp_matrix: int = 0
-    mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
+    mtp_widths: Mapping[Keys, int] = field(default_factory=dict)
     lora: int = 0
     lora_matrix: int = 0
     tuned_matrix: int = 0
@@ -109,7 +113,7 @@ class Counts:
         """Returns forward and backward FLOPs per token in rows of `length` tokens."""
         return self.training_with(lambda window: _keys(length, window, causal and self.causal))
 
-    def training_with(self, keys: Callable[[int | None], float]) -> float:
+    def training_with(self, keys: Callable[[Keys], float]) -> float:
         """Returns forward and backward FLOPs per token if a query has `keys(window)` keys on average, as in packed rows."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
         if self.lora:
@@ -213,6 +217,10 @@ def _matrix_products(shape: DecoderShape) -> Counter[str]:
     products = Counter[str]()
     for path, matrix in found.items():
         products["mtp" if path.startswith("mtp.") else "blocks"] += prod(matrix.shape)
+    at: Any = getattr(shape.attention, "at", lambda _: shape.attention)
+    for layer in range(shape.blocks):
+        others: Any = getattr(at(layer), "other_products", lambda _: 0)
+        products["blocks" if layer < shape.layers else "mtp"] += others(shape.context(layer))
     for settings in filter(None, map(shape.value_embeddings, range(shape.layers))):
         products["blocks"] += shape.kv_heads * settings.gate_channels
     if shape.moe is not None:
@@ -232,21 +240,23 @@ def _require(part: Any, *methods: str) -> None:
         raise ValueError(f"{type(part).__name__} does not declare its FLOPs; define {' and '.join(missing)}(context)")
 
 
-def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[int | None, int]:
+def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[Keys, int]:
     """Returns the multiply-adds per key of some layers, by window."""
-    widths = Counter[int | None]()
+    widths = Counter[Keys]()
     for layer in layers:
         widths.update(shape.score_widths(layer))
     return widths
 
 
-def _products(matrix: int, widths: Mapping[int | None, int], keys: Callable[[int | None], float]) -> float:
+def _products(matrix: int, widths: Mapping[Keys, int], keys: Callable[[Keys], float]) -> float:
     return 2.0 * matrix + 2.0 * sum(width * keys(window) for window, width in widths.items())
 
 
-def _keys(length: int, window: int | None, causal: bool) -> float:
+def _keys(length: int, window: Keys, causal: bool) -> float:
     """Returns the average number of keys per query in a row; position t of a causal kernel has min(t, window) keys, and in a
     chunk those of the chunk."""
+    if isinstance(window, CompressedKeys):
+        return window.mean(length) if causal else window.of(length)
     seen = length if window is None else min(window, length)
     if causal and isinstance(window, AttentionChunk):
         full, rest = divmod(length, window)

@@ -6,6 +6,7 @@ PARTS = {
         "transformers": "forge_models.components.transformers:TransformersConfig",
     },
     "forge.attentions": {
+        "compressed_mqa": "forge_models.components.compressed:CompressedMQA",
         "gated_delta_net": "forge_models.components.recurrent:GDN",
         "gqa": "forge_models.components.attentions:GQA",
         "hybrid": "forge_models.components.recurrent:Hybrid",

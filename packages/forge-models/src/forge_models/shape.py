@@ -22,6 +22,24 @@ class AttentionChunk(int):
     """Number of positions of a chunk, in the place of a window: a position attends to earlier positions of its own chunk."""
 
 
+@dataclass(frozen=True)
+class CompressedKeys:
+    """Number of keys of a query that stand for `rate` earlier tokens each, in the place of a window: at most `limit` of them."""
+
+    rate: int
+    limit: int | None = None
+
+    def of(self, tokens: int) -> int:
+        """Returns the number of keys of a query that sees `tokens` tokens, itself included."""
+        keys = tokens // self.rate
+        return keys if self.limit is None else min(keys, self.limit)
+
+    def mean(self, length: int) -> float:
+        """Returns the mean number of keys over the queries of a causal row of `length` tokens."""
+        most = self.of(length)  # queries from most * rate on see as many; before, rate queries see each smaller number
+        return (self.rate * most * (most - 1) / 2 + most * (length - most * self.rate + 1)) / length
+
+
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
 ROPE_SCALINGS_OF: Mapping[str, tuple[RopeScaling, ...]] = MappingProxyType(
@@ -103,11 +121,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """The activation (up + 1) * gate * sigmoid(slope * gate) of clamped values: gate by `limit` from above, up by `limit` on both
-    sides (gpt-oss)."""
+    """The activation (up + shift) * gate * sigmoid(slope * gate) of clamped values: gate by `limit` from above, up by `limit` on
+    both sides (gpt-oss)."""
 
     limit: float
     slope: float
+    shift: float = 1.0
 
 
 Activation = str | ClampedGate
@@ -376,7 +395,7 @@ class DecoderShape:
         window_at = getattr(self.attention, "window_at", lambda _: None)
         return tuple(window_at(layer) for layer in range(self.blocks))
 
-    def score_widths(self, layer: int) -> Mapping[int | None, int]:
+    def score_widths(self, layer: int) -> Mapping[int | CompressedKeys | None, int]:
         """Returns the multiply-adds of one query with one key in block `layer`, by the number of keys of a query; None = all."""
         at: Any = getattr(self.attention, "at", lambda _: self.attention)
         part, context = at(layer), self.context(layer)

@@ -20,7 +20,7 @@ from forge_train.hooks.periodic import Stopwatch
 if TYPE_CHECKING:
     import torch
 
-    from forge_models.flops import Counts
+    from forge_models.flops import Counts, Keys
 
 
 _log = logging.getLogger(__name__)
@@ -254,15 +254,15 @@ def of_device(here: "torch.device", precision: str) -> float | None:
     return None if known is None else {"bf16": known.bf16, "fp32": known.fp32, "fp8": known.fp8}.get(precision)
 
 
-def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: bool = True) -> float:
+def keys_met(batches: Sequence[Batch], length: int, window: "Keys", causal: bool = True) -> float:
     """Returns the mean number of keys that a token attends to: itself and earlier tokens in its document and window or chunk, or
-    without `causal` all tokens in its document.
+    compressed keys of its document, or without `causal` all tokens in its document.
 
     Without `positions`, each row is one document.
     """
     import torch
 
-    from forge_models.shape import AttentionChunk
+    from forge_models.shape import AttentionChunk, CompressedKeys
 
     total, queries = 0, 0
     for batch in batches:
@@ -282,6 +282,11 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None, causal: 
             reached = reached[batch.real]
         if isinstance(window, AttentionChunk):
             reached = (reached - 1) % window + 1
+        if isinstance(window, CompressedKeys):
+            keys = reached // window.rate
+            total += int((keys if window.limit is None else keys.clamp(max=window.limit)).sum())
+            queries += reached.numel()
+            continue
         total += int((reached if window is None else reached.clamp(max=window)).sum())
         queries += reached.numel()
     return total / max(queries, 1)

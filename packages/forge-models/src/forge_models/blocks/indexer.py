@@ -124,13 +124,15 @@ def index_scores_backward(grad: Tensor, q: Tensor, k: Tensor, w: Tensor) -> tupl
 
 
 @torch.library.custom_op("forge_models::head_sum", mutates_args=())
-def head_sum(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+def head_sum(q: Tensor, k: Tensor, seen: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Computes the sum of the attention weights of all heads; the arguments are those of `HeadSum`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     total = torch.zeros(q.shape[0], q.shape[2], k.shape[2], dtype=wide, device=q.device)
     for head in range(q.shape[1]):
-        scores = (q[:, head] @ k[:, head].transpose(1, 2) * scale).to(wide)
-        total += scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+        scores = (q[:, head] @ k[:, head].transpose(1, 2) * scale).to(wide).masked_fill_(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].to(wide).expand(*scores.shape[:2], 1)), -1)
+        total += scores.softmax(-1)[..., : k.shape[2]]
     return total
 
 
@@ -147,8 +149,8 @@ def _(grad: Tensor, q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 @head_sum.register_fake
-def _(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    del seen, scale
+def _(q: Tensor, k: Tensor, seen: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    del seen, scale, sinks
     return q.new_empty(q.shape[0], q.shape[2], k.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -170,17 +172,76 @@ class HeadSum(nn.Module):
     treats_blocks_alike: ClassVar[bool] = True
 
     @torch.no_grad()
-    def forward(self, q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """q (B, heads, T, d), k (B, heads, S, d), seen (B or 1, T, S), True = attended -> (B, T, S), at least fp32."""
-        return head_sum(q, k, seen, scale)
+    def forward(self, q: Tensor, k: Tensor, seen: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """q (B, heads, T, d), k (B, heads, S, d), seen (B or 1, T, S), True = attended, sinks (heads,) -> (B, T, S), at least
+        fp32."""
+        return head_sum(q, k, seen, scale, sinks)
 
 
-class IndexedAttention(LatentAttention):
-    """Latent attention to the keys that an indexer chooses. A forward returns its output and the statistics for `observe`.
+class LearnsFromAttention:
+    """Base class of attention with an `indexer`, which learns from it with the weight `kl_weight`.
 
     It is a `forge_core.protocols.model.Observer`: it reports the divergence of its indexer per token. Statistics are returned
-    instead of accumulated, so that recomputed forwards are not counted twice.
+    by forwards instead of accumulated, so that recomputed forwards are not counted twice.
     """
+
+    indexer: Any
+    kl_weight: float
+    _scale: Tensor | None = None
+    _statistics: Tensor | None = None
+    totals: Tensor | None = None
+
+    def learned(
+        self, out: Tensor, target: Tensor, scores: Tensor, seen: Tensor, token_mask: Tensor | None, share: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `out`, whose backward also trains the indexer, and the statistics (2,) for `observe`.
+
+        Args:
+            out: output of the attention.
+            target: (B, T, S) sums of attention weights over heads, 0 outside of `seen`.
+            scores: (B, T, S) scores of the indexer.
+            seen: (B or 1, T, S), True = attended.
+            token_mask: (B, T) False for padding; None: there is none.
+            share: part of all heads that this rank has. Ranks that share the heads compute the same loss, and each contributes
+                its part of it.
+        """
+        sums = target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)  # a query may see no keys to choose from
+        each = divergence(target / sums, scores, seen)
+        if token_mask is not None:
+            each = each.masked_fill(~token_mask, 0)
+        loss = each.sum() * share
+        out = attach(out, self.kl_weight * loss, self._scale)
+        with torch.no_grad():
+            tokens = torch.full((), each.numel(), device=out.device) if token_mask is None else token_mask.sum()
+            return out, torch.stack([loss.double(), tokens.double() * share])
+
+    def observe(self, statistics: Tensor | None) -> None:
+        """Adds the statistics of a forward to the sum of this step."""
+        if statistics is not None:
+            self._statistics = statistics.detach() if self._statistics is None else self._statistics + statistics.detach()
+
+    def before_step(self, scale: Tensor) -> None:
+        """See `Observer`."""
+        self._scale, self._statistics = scale, None
+
+    def statistics(self) -> Tensor:
+        """See `Observer`: the sum over tokens of the divergence in nats, and the number of tokens."""
+        if self._statistics is None:
+            return torch.zeros(2, dtype=torch.float64, device=next(self.indexer.parameters()).device)
+        return self._statistics
+
+    def after_step(self, totals: Tensor, skip: Tensor) -> None:
+        """See `Observer`."""
+        del skip
+        self._statistics, self.totals = None, totals
+
+    def report(self) -> dict[str, Tensor]:
+        """See `Observer`. Returns `kl`, the divergence of the indexer from attention in nats per token."""
+        return {} if self.totals is None else {"kl": self.totals[0] / self.totals[1].clamp(min=1)}
+
+
+class IndexedAttention(LearnsFromAttention, LatentAttention):
+    """Latent attention to the keys that an indexer chooses. A forward returns its output and the statistics for `observe`."""
 
     treats_blocks_alike: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("token_mask",)
@@ -218,9 +279,6 @@ class IndexedAttention(LatentAttention):
         self.top_k, self.chooses, self.kl_weight = top_k, chooses, kl_weight
         self.indexer = Indexer(context, q_lora_rank, index_heads, index_dim)
         self.head_sum = HeadSum()
-        self._scale: Tensor | None = None
-        self._statistics: Tensor | None = None
-        self.totals: Tensor | None = None
 
     def forward(  # type: ignore[override]  # a second result, which the block passes on
         self,
@@ -244,40 +302,7 @@ class IndexedAttention(LatentAttention):
         if not (self.training and scores.requires_grad):
             return out, None
         target = self.head_sum(q.detach(), k.detach(), seen, self.scale)
-        each = divergence(target / target.sum(-1, keepdim=True), scores, seen)
-        if token_mask is not None:
-            each = each.masked_fill(~token_mask, 0)
-        # Ranks that share the heads compute the same loss. Each contributes its part of it, in proportion to its heads.
-        share = q.shape[1] / self.context.heads
-        loss = each.sum() * share
-        out = attach(out, self.kl_weight * loss, self._scale)
-        with torch.no_grad():
-            tokens = torch.full((), each.numel(), device=x.device) if token_mask is None else token_mask.sum()
-            return out, torch.stack([loss.double(), tokens.double() * share])
-
-    def observe(self, statistics: Tensor | None) -> None:
-        """Adds the statistics of a forward to the sum of this step."""
-        if statistics is not None:
-            self._statistics = statistics.detach() if self._statistics is None else self._statistics + statistics.detach()
-
-    def before_step(self, scale: Tensor) -> None:
-        """See `Observer`."""
-        self._scale, self._statistics = scale, None
-
-    def statistics(self) -> Tensor:
-        """See `Observer`: the sum over tokens of the divergence in nats, and the number of tokens."""
-        if self._statistics is None:
-            return torch.zeros(2, dtype=torch.float64, device=next(self.indexer.parameters()).device)
-        return self._statistics
-
-    def after_step(self, totals: Tensor, skip: Tensor) -> None:
-        """See `Observer`."""
-        del skip
-        self._statistics, self.totals = None, totals
-
-    def report(self) -> dict[str, Tensor]:
-        """See `Observer`. Returns `kl`, the divergence of the indexer from attention in nats per token."""
-        return {} if self.totals is None else {"kl": self.totals[0] / self.totals[1].clamp(min=1)}
+        return self.learned(out, target, scores, seen, token_mask, q.shape[1] / self.context.heads)
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Returns the modules whose inputs or outputs a strategy may shard, by name relative to this module."""

@@ -180,7 +180,7 @@ def activated(activation: Activation, gate: Tensor, up: Tensor | None = None) ->
         assert up is not None
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
-        return (up + 1) * (gate * (activation.slope * gate).sigmoid())
+        return (up + activation.shift) * (gate * (activation.slope * gate).sigmoid())
     hidden = ACTIVATIONS[activation](gate)
     return hidden if up is None else hidden * up
 

@@ -7,7 +7,7 @@ function; experts use the same two.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 
 from forge_core.component import IDENTITY, Component
 from forge_core.specs import Matrix
@@ -72,8 +72,9 @@ class GeGLU(FeedForward):
 
 @dataclass(frozen=True, kw_only=True)
 class ClampedSwiGLU(FeedForward):
-    """Feed-forward part down((up(x) + 1) * gate(x) * sigmoid(slope * gate(x))) with gate(x) at most `limit` and up(x) between
-    -limit and limit, three matrices (gpt-oss, 2025)."""
+    """Feed-forward part down((up(x) + shift) * gate(x) * sigmoid(slope * gate(x))) with gate(x) at most `limit` and up(x) between
+    -limit and limit, three matrices (gpt-oss, 2025). With `slope` = 1 and `shift` = 0 it is SwiGLU of limited values
+    (DeepSeek-V4)."""
 
     key_class: ClassVar = IDENTITY
     implementation: ClassVar[str] = "forge_models.blocks.layers:GatedMLP"
@@ -82,13 +83,15 @@ class ClampedSwiGLU(FeedForward):
     """Limit of both matrices' outputs."""
     slope: Annotated[float, Gt(0)] = 1.702
     """Factor on the gate inside the sigmoid; 1.702 approximates GELU."""
+    shift: Annotated[float, Ge(0)] = 1.0
+    """Number that is added to up(x)."""
     bias: bool = False
     """Whether every matrix has a bias."""
     gated: ClassVar[bool] = True
 
     @property
     def activation(self) -> Activation:
-        return ClampedGate(self.limit, self.slope)
+        return ClampedGate(self.limit, self.slope, self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)

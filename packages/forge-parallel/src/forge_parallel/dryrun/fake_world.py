@@ -258,6 +258,7 @@ class FusedCoreOperator:
         """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width), sinks (heads,) ->
         (B, heads, T, width)."""
         if isinstance(shared, Tensor):
+            k, v = (x.expand(-1, q.shape[1], -1, -1) if x.shape[1] == 1 else x for x in (k, v))
             bias = torch.zeros_like(shared, dtype=q.dtype).masked_fill_(~shared, float("-inf"))
             wide = (attention_math(q, k, v, bias, scale=scale),) if q.dtype == torch.float64 else None
             return (wide or attention_cudnn(q, k, v, bias, True, scale=scale))[0]

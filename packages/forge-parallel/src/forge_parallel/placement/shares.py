@@ -44,6 +44,11 @@ def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
             f"layers have different numbers of key-value heads, which parallel.tp = {tp} must all be multiples of; choose a tp "
             f"that divides {common}"
         )
+    if (groups := units.get("output_groups")) is not None and groups % tp:
+        return (
+            f"{groups} groups of heads, each with an output projection (o_groups), cannot be divided among parallel.tp = {tp} "
+            "ranks; choose a tp that divides them"
+        )
     if (states := units.get("state_heads")) is not None and states % tp:
         return (
             f"{states} heads of recurrent layers cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"

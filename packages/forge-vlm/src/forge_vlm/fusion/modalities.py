@@ -147,6 +147,11 @@ class ModalityBlock(nn.Module):
                 "blocks with weights for each modality do not support attention with an indexer; choose another "
                 "model.attention.name, or set model.fusion.name = 'joint_decoder'"
             )
+        if getattr(shape.attention, "feature", "") == "compressed_keys":
+            raise ValueError(
+                "blocks with weights for each modality do not support compressed keys; choose another model.attention.name, or "
+                "set model.fusion.name = 'joint_decoder'"
+            )
         if shape.attention_only:
             raise ValueError(
                 "blocks with weights for each modality have a feed-forward layer each; leave out model.attention_only, or set "
