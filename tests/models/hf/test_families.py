@@ -171,6 +171,24 @@ PUBLISHED["deepseek_v32"] = (
 )
 
 
+# Keys of deepseek-ai/DeepSeek-V4-Flash without those of its fp8 and fp4 weights; the number is that of transformers for them.
+PUBLISHED["deepseek_v4"] = (
+    284_332_230_231,
+    {"hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512}
+    | {"q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "qk_rope_head_dim": 64, "sliding_window": 128}
+    | {"compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512}
+    | {"hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 6, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus"}
+    | {"topk_method": "noaux_tc", "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1}
+    | {"num_hash_layers": 0, "max_position_embeddings": 1048576, "rope_theta": 10000, "compress_rope_theta": 160000}
+    | {
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}
+        | {"beta_fast": 32, "beta_slow": 1}
+    }
+    | {"rms_norm_eps": 1e-06, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "vocab_size": 129280}
+    | {"initializer_range": 0.02, "tie_word_embeddings": False},
+)
+
 # The text part of meta-llama/Llama-4-Maverick-17B-128E differs in these.
 MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "moe_layers": list(range(1, 48, 2)), "use_qk_norm": False}
 PUBLISHED["llama4_text-maverick"] = (

@@ -154,6 +154,7 @@ def test_damaged_files_and_indices_are_refused(folder: Path) -> None:
 
 
 WHOLE_HEADS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"num_hash_layers": 0},
     "glm4_moe": {"num_attention_heads": 32},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
 }
@@ -191,7 +192,8 @@ def test_defaults_are_those_of_transformers() -> None:
             assert getattr(config, key, None) in (value, resolved.get(key, value)), (family.model_type, key)
         if not hasattr(config, "rope_parameters"):
             continue  # without rotary positions
-        theta = config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]
+        tables = config.rope_parameters
+        theta = next((tables[name] for name in ("full_attention", "compress") if name in tables), tables)["rope_theta"]
         without = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "rope_parameters"}
         assert decoder_of(family, without, family.model_type).rope.theta == theta
 

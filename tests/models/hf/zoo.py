@@ -67,6 +67,35 @@ DEEPSEEK: dict[str, Any] = {
 
 INDEXER = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
 
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.8,
+    "num_hash_layers": 0,
+    "layer_types": [
+        *("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention")
+    ],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+    "sliding_window": 7,
+    "q_lora_rank": 10,
+    "o_groups": 2,
+    "o_lora_rank": 9,
+    "index_n_heads": 11,
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "partial_rotary_factor": 0.5,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-3,
+    "swiglu_limit": 0.8,
+    "rope_theta": 300.0,
+    "compress_rope_theta": 700.0,
+}
+
 NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     "head_dim": 12,
@@ -223,6 +252,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | INDEXER
         | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "index_topk": 3, "index_head_dim": 6}
         | {"tie_word_embeddings": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v4": ("deepseek_v4", DEEPSEEK_V4 | {"rope_parameters": YARN}),
+    "deepseek_v4-without-windows-sigmoid-tied": (
+        "deepseek_v4",
+        DEEPSEEK_V4
+        | {"layer_types": None, "scoring_func": "sigmoid", "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hc_mult": 2}
+        | {"qk_rope_head_dim": 4, "partial_rotary_factor": None, "o_groups": 4, "index_topk": 2},
     ),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE | {"rope_theta": 700.0}),
     "qwen2_moe-raw": (

@@ -80,7 +80,8 @@ IGNORED_BY_ALL: Mapping[str, Allowed] = MappingProxyType(
 REFUSAL_HINTS: Mapping[str, str] = MappingProxyType(
     {
         "quantization_config": "save the weights in bf16 without it, with the tool that quantized them "
-        "(for DeepSeek-V3, inference/fp8_cast_bf16.py of its repository), then remove the key"
+        "(for DeepSeek-V3, inference/fp8_cast_bf16.py of its repository), then remove the key",
+        "expert_dtype": "save the weights in bf16, dequantized by the tools of their origin, then remove the key",
     }
 )
 """Key -> what to do if it is refused."""

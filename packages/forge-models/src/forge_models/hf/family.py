@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from forge_core.errors import ConfigError
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.recurrent import GDN, Hybrid, RecurrentLayer
@@ -80,6 +81,16 @@ class Family(ABC):
         """Returns the beginnings of names of tensors that checkpoints may have but the model does not use."""
         del decoder
         return ()
+
+    def place(self, decoder: DecoderConfig, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """Returns the name and the shape in a checkpoint of a parameter whose name follows from no attribute of the family; None
+        for all others."""
+        del decoder, name, shape
+        return None
+
+    def module(self, name: str) -> str:
+        """Returns the name in transformers of a module with this name in a checkpoint."""
+        return name
 
     @abstractmethod
     def read(self, keys: Keys) -> dict[str, Any]:
@@ -164,6 +175,10 @@ def meaning_of(decoder: DecoderConfig) -> dict[str, Any]:
             none: dict[str, Any] = {"temperature": None, "temperature_length": None, "temperature_shift": 0}
             attention = replace(attention, **none, temperature_layers="all")
         attention = replace(attention, scale=None, window=None, chunk=chunk, **layers, core="auto")
+    elif isinstance(attention, CompressedMQA):
+        result["attention.kinds"] = tuple(attention.kind_at(layer, decoder.layers) for layer in range(decoder.layers))
+        result["head_dim"] = decoder.shape.head_dim
+        attention = replace(attention, kinds=None, kl_weight=1.0)
     elif isinstance(attention, MLA):
         attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
         attention = replace(attention, kl_weight=1.0) if isinstance(attention, IndexedMLA) else attention

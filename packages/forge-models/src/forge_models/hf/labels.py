@@ -13,7 +13,7 @@ SCORE = "score.weight"
 """Name of the head of a classifier."""
 WITHOUT = frozenset(
     {"granite", "olmoe", "glm4_moe", "olmo_hybrid", "cohere", "cohere2", "minimax_m2", "qwen3_5_moe_text", "deepseek_v32"}
-    | {"nemotron_h", "gemma4_text", "kimi_linear", "llama4_text"}
+    | {"nemotron_h", "gemma4_text", "kimi_linear", "llama4_text", "deepseek_v4"}
 )
 """Families without such a class in transformers."""
 NAMED = {

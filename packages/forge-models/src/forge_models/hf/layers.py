@@ -169,6 +169,7 @@ class ExpertNames:
         shared_gate: name of their gate's weight inside the layer; None: the family has none.
         fused: whether all experts of a layer are in two tensors.
         turned: whether these have inputs before outputs (Llama 4).
+        fused_part: `part` of a folder in which all experts of a layer are in two tensors but usually are not.
         others: Forge's name of a further tensor of the layer -> its name, from the block on.
         latent: Forge's name of a projection to or from the space of the experts -> its name inside the layer.
         interleaved: whether they always are, with inputs before outputs, gate and up alternating, and biases (gpt-oss).
@@ -183,6 +184,7 @@ class ExpertNames:
     shared_gate: str | None = None
     fused: bool = False
     turned: bool = False
+    fused_part: str = "mlp"
     interleaved: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
     latent: Mapping[str, str] = field(default_factory=dict)

@@ -123,7 +123,7 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
     parameters, buffers = _shapes(decoder)
     experts = family.experts
     if fused and experts is not None and not experts.fused:
-        experts = replace(experts, part="mlp", fused=True)
+        experts = replace(experts, part=experts.fused_part, fused=True)
     found = {name: _place(family, experts, decoder, name, shape) for name, shape in parameters.items()}
     found |= _fused(family, found)
     ends = ("router.bias",) if experts is not None and experts.bias is not None else ()
@@ -152,6 +152,8 @@ def _place(family: Family, experts: ExpertNames | None, decoder: DecoderConfig, 
         return TensorPlace(shape, (SCORE,))
     if (theirs := {**OUTSIDE, **family.outside}.get(name)) is not None:
         return TensorPlace(shape, (theirs,))
+    if (own := family.place(decoder, name, shape)) is not None:
+        return TensorPlace(shape, own[:1], reshaped=() if own[1] == shape else own[1])
     blocks, layer, part, *further = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)

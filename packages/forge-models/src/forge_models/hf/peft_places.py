@@ -85,7 +85,9 @@ def whole_modules(model: AdaptedModel, family: str) -> dict[str, str]:
     if isinstance(model, TransformersConfig):
         return {}
     places = places_in(FAMILIES[family], model)
-    return {name: places[name].names[0].removesuffix(".weight") for name in TUNED.values() if name in places}
+    return {
+        name: FAMILIES[family].module(places[name].names[0].removesuffix(".weight")) for name in TUNED.values() if name in places
+    }
 
 
 def _layers_of(model: TransformersConfig) -> dict[str, AdapterPlace]:
@@ -126,6 +128,12 @@ def _places_in_family(model: DecoderConfig, family: str) -> dict[str, AdapterPla
         fused = by_module[module]
         ordered = sorted(fused, key=lambda other: 0 if (at := places[f"{other}.weight"].fused) is None else at[1])
         found[name] = AdapterPlace(
-            module.removesuffix(".weight"), ordered.index(name), len(fused), first, rows, total, tuple(place.rows)
+            FAMILIES[family].module(module.removesuffix(".weight")),
+            ordered.index(name),
+            len(fused),
+            first,
+            rows,
+            total,
+            tuple(place.rows),
         )
     return found

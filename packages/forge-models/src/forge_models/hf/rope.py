@@ -100,7 +100,7 @@ def _rope(
             return Rope()
         if nested:
             sliding = _table(keys, f"{where}.{SLIDING}", table.get(SLIDING))
-            fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, length)
+            fields = read_table(keys, f"{where}.{SLIDING}", sliding, local_theta, length)
             if fields.get("scaling", "none") != "none":
                 keys.fault(f"{where}.{SLIDING}", "a scaling of local layers is not implemented")
             local_theta = fields["theta"]
@@ -112,7 +112,7 @@ def _rope(
     if default_proportion is not None and table.get("rope_type") == PROPORTIONAL:
         fields = _proportional(keys, where, table, theta)
     else:
-        fields = _fields(keys, where, table, theta, length)
+        fields = read_table(keys, where, table, theta, length)
     try:
         return Rope(local_theta=local_theta, partial=partial, **fields)
     except (ValueError, TypeError) as cause:
@@ -146,7 +146,9 @@ def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -
     return float(next(iter(given.values())))
 
 
-def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_length: int) -> dict[str, Any]:
+def read_table(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_length: int) -> dict[str, Any]:
+    """Returns the fields of `Rope` that a table describes. `theta` is the default of the base, `max_length` that of the original
+    length."""
     kinds = {name: table[name] for name in ("rope_type", "type") if table.get(name) is not None}
     kind = next(iter(kinds.values()), "default")
     fields: dict[str, Any] = {"theta": _theta(keys, f"{where}.rope_theta", table.get("rope_theta"), theta)}
@@ -209,7 +211,7 @@ def write_tables(rope: Rope) -> dict[str, Any]:
         full |= {"rope_type": PROPORTIONAL, PARTIAL: rope.proportion}
         full |= {} if rope.factor is None else {"factor": rope.factor}
     elif rope.scaling != "none":
-        full |= _scaling(rope)
+        full |= scaling_of(rope)
     return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local.theta}}
 
 
@@ -221,11 +223,12 @@ def write_rope(decoder: DecoderConfig) -> dict[str, Any]:
     if rope.scaling == "dynamic":
         written["max_position_embeddings"] = rope.original_max_length
     if rope.scaling != "none":
-        written["rope_scaling"] = _scaling(rope)
+        written["rope_scaling"] = scaling_of(rope)
     return written
 
 
-def _scaling(rope: Rope) -> dict[str, Any]:
+def scaling_of(rope: Rope) -> dict[str, Any]:
+    """Returns the keys of a table with the scaling of `rope`."""
     values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
     return {"rope_type": rope.scaling, **{name: value for name, value in values.items() if value is not None}}
 

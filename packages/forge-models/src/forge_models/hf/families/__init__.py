@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from forge_models.hf.families.cohere import Cohere, Cohere2
 from forge_models.hf.families.deepseek import DeepseekV3, DeepseekV32
+from forge_models.hf.families.deepseek_v4 import DeepseekV4
 from forge_models.hf.families.gemma import Gemma2, Gemma3
 from forge_models.hf.families.gemma4 import Gemma4
 from forge_models.hf.families.glm import Glm4Moe
@@ -62,6 +63,7 @@ SPARSE = (
     NemotronH(),
     KimiLinear(),
     Llama4(),
+    DeepseekV4(),
 )
 
 FAMILIES = MappingProxyType({family.model_type: family for family in (*DENSE, *SPARSE)})
