@@ -16,6 +16,7 @@ from forge_models.generation import generate
 from forge_models.hf import causal_lm, causal_lm_classes, causal_lm_weights
 from forge_models.hf.causal_lm import CausalLM
 from forge_models.hf.causal_lm import causal_lm as model_of
+from forge_models.hf.causal_lm_anatomy import Anatomy
 from forge_models.hf.config import Unsupported
 from forge_models.hf.converter import HfConverter
 from forge_parallel.model.realize import Blueprint
@@ -116,6 +117,24 @@ def test_a_body_is_found_where_the_class_names_none() -> None:
     assert model.base_model is model
     assert model.anatomy.body == "model"
     assert model.anatomy.head == "lm_head"
+
+
+def test_an_output_layer_with_a_forward_of_its_own_has_no_loss_in_parts() -> None:
+    """Dory's is a linear layer that scales the logit of each token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+        head = Scaled(32, 64, bias=False)
+    assert Anatomy.of(model).head == "lm_head"
+    model.lm_head = head
+    anatomy = Anatomy.of(model)
+    assert anatomy.why_whole == "the output layer of LlamaForCausalLM is more than a linear layer"
+    assert not anatomy.head and anatomy.rest == ("lm_head",)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"])
@@ -257,6 +276,15 @@ def folder_of(path: Path, name: str = "LlamaForCausalLM") -> Path:
     weights = walk.Memory(config_of(name))
     causal_lm_weights.write(path / "folder", weights, tokenizer=None, max_shard_bytes=10_000)
     return path / "folder"
+
+
+def test_labels_in_the_configuration_of_a_language_model_change_no_token(tmp_path: Path) -> None:
+    """Every configuration that transformers makes has `id2label`. RoBERTa counts positions from `pad_token_id`."""
+    config = config_of("RobertaForCausalLM", pad_token_id=1)
+    assert "id2label" in json.loads(config)
+    causal_lm_weights.write(tmp_path / "folder", walk.Memory(config), tokenizer=None, max_shard_bytes=10**9)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["pad_token_id"] == 1
+    assert (tmp_path / "folder" / "generation_config.json").is_file()
 
 
 def _broken(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

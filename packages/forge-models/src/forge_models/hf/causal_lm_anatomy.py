@@ -362,6 +362,8 @@ def head_of(module: Any, base: Any, head: Any, embedded: bool = False) -> tuple[
         raise Unsupported(f"{name} is not a body with a head")
     if not isinstance(head, nn.Linear) or id(head) not in parts:
         raise Unsupported(f"{name} has no linear output layer")
+    if type(head).forward is not nn.Linear.forward:  # Dory scales the logit of each token there
+        raise Unsupported(f"the output layer of {name} is more than a linear layer")
     if head.bias is not None:
         raise Unsupported(f"the output layer of {name} has a bias")
     generator = torch.Generator().manual_seed(0)

@@ -193,7 +193,8 @@ def _write_texts(
 ) -> None:
     tokens = special_tokens(weights, config["model_type"], tokenizer)
     tokens = {key: value for key, value in tokens.items() if value is not None or key not in required}
-    if "id2label" in config and tokens.get(PAD) is None:
+    classifies = "ForSequenceClassification" in config["architectures"][0]  # any class of transformers may have id2label
+    if classifies and tokens.get(PAD) is None:
         # Without one, a classifier of transformers takes one text at a time. No text ends with the end of a document.
         end = tokens.get(END)
         tokens[PAD] = end[0] if isinstance(end, list) and end else end
@@ -206,7 +207,7 @@ def _write_texts(
     text = card(weights, name, name, kind, dtype=dtype, count=count, usage=usage, origin=COMPARED)
     (folder / "README.md").write_text(text, encoding="utf-8")
     kept = tokenizer / GENERATION if tokenizer is not None else None
-    if "id2label" in config:
+    if classifies:
         pass  # a classifier generates nothing
     elif kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)
