@@ -188,7 +188,7 @@ def test_the_lines_for_an_evaluation_of_records_are_accepted(places: dict[str, s
         (["--data", "jsonl:"], ["--data jsonl:", "is missing"]),
         (["--data", "s3://bucket/all"], ["s3://bucket/all", "jsonl:s3://bucket/all"]),
         (["--data", "mixed"], ["several formats (jsonl, text)", "jsonl:mixed"]),
-        (["--data", "empty"], ["--data empty", "format is not known"]),
+        (["--data", "empty"], ["--data empty", "a folder without files"]),
         (["--data", "raw.npy"], ["--vocab-size is missing"]),
         (["--data", "raw.npy", "--vocab-size", "9", "--tokenizer", "bpe"], ["--tokenizer bpe", "token ids (tokens)"]),
         (["--tokenizer", "gpt3"], ["--tokenizer gpt3", "bpe, bytes, gpt2"]),

@@ -117,11 +117,13 @@ def _require(path: str) -> None:
     """Refuses a path that names nothing on this machine; URLs are checked when they are opened.
 
     Raises:
-        ForgeError: it names nothing.
+        ForgeError: it names nothing, or an empty folder.
     """
     place = Path(path).expanduser()
     if not path.strip():
         raise ForgeError(f"--data is empty; give a path, or {STDLIB}")
+    if place.is_dir() and next(place.iterdir(), None) is None:
+        raise ForgeError(f"--data {path} is a folder without files; put texts into it, or give {STDLIB}")
     if "://" in path or place.exists() or any(Path(f"{place}{end}").is_file() for end in (".idx", ".bin")):
         return
     if glob.has_magic(path) and next(glob.iglob(str(place), recursive=True), None) is not None:  # noqa: PTH207
