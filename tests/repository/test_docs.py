@@ -107,6 +107,12 @@ def test_the_page_on_the_architecture_names_existing_folders():
 PROJECTS = sorted(path.parent for place in ("packages", "apps") for path in ROOT.glob(f"{place}/*/pyproject.toml"))
 
 
+def test_every_package_has_a_page_of_its_api() -> None:
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    assert set(pages) == {folder.name.replace("-", "_") for folder in PROJECTS}
+    assert all(f":::{{package}} {name}\n" in text for name, text in pages.items())
+
+
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
 def test_a_readme_names_requirements_and_extras_and_has_a_short_example(folder: Path) -> None:
     project, text = tomllib.loads((folder / "pyproject.toml").read_text())["project"], (folder / "README.md").read_text()
