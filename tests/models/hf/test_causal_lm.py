@@ -63,7 +63,7 @@ def test_experts_of_a_class_run_in_one_grouped_product(name: str, monkeypatch: p
 
 
 def test_rows_of_no_expert_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatcher may append rows that belong to no expert; what a product leaves in them is undefined."""
+    """A dispatcher may append rows of no expert; what a product leaves in them and in their gradients is undefined."""
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -76,11 +76,18 @@ def test_rows_of_no_expert_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -
     rows, counts = torch.randn(6, 8, generator=generator), torch.tensor([2, 0, 3])
     own = causal_lm.grouped_products
 
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows[:5], torch.full_like(rows[5:], torch.nan)])
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return Undefined.forward(_ctx, gradient)
+
     def undefined(*given: Any, **options: Any) -> Any:
         product = own(*given, **options)
-        return lambda rows, weight: torch.cat(
-            [product(rows, weight)[:5], torch.full((len(rows) - 5, weight.shape[1]), torch.nan)]
-        )
+        return lambda rows, weight: Undefined.apply(product(Undefined.apply(rows), weight))
 
     monkeypatch.setattr(causal_lm, "grouped_products", undefined)
 

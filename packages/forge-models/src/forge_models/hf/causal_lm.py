@@ -131,11 +131,11 @@ def _feed_forward(experts: Any, tokens: Tensor, counts: Tensor) -> Tensor:
     def projected(rows: Tensor, weight: Tensor, name: str) -> Tensor:
         out = product(rows, weight.mT if experts.is_transposed else weight)
         rows = adapted_product(experts, name, product, rows, out)
-        if chosen is not None:
-            rows = rows.where(chosen.any(1, keepdim=True), 0)
-            if experts.has_bias:  # the gradients of a product are sums in a fixed order, those of an index are not on a GPU
-                rows = rows + chosen.to(rows.dtype) @ getattr(experts, f"{name}_bias")
-        return rows
+        if chosen is None:
+            return rows
+        if experts.has_bias:  # the gradients of a product are sums in a fixed order, those of an index are not on a GPU
+            rows = rows + chosen.to(rows.dtype) @ getattr(experts, f"{name}_bias")
+        return rows.where(chosen.any(1, keepdim=True), 0)  # last: the gradient of an undefined row may be NaN, too
 
     x = projected(tokens, enter, name)
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
