@@ -45,6 +45,9 @@ def read(keys: dict[str, Any]) -> Any:
         {"rope_scaling": {"type": "linear", "factor": 3.0}},
         {"qk_rope_head_dim": None, "partial_rotary_factor": 0.34},
         {"head_dim": 32, "qk_rope_head_dim": None, "index_head_dim": 40},
+        {"num_hash_layers": 0},
+        {"num_hash_layers": None},
+        {"num_hash_layers": 9, "num_hidden_layers": 3},
         {"num_nextn_predict_layers": 0, "swiglu_limit": 3.0, "scoring_func": "sigmoid"},
     ],
 )
@@ -84,6 +87,10 @@ def test_tensors_have_three_spellings(tmp_path: Path) -> None:
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert any("2 tensors of multi-token prediction were skipped" in note for note in Folder(published).facts.notes)
+    table = {"layers.1.ffn.gate.tid2eid": written["layers.1.ffn.gate.tid2eid"].int()}
+    with pytest.raises(Unsupported, match=r"layers\.1\.ffn\.gate\.tid2eid: dtype int32 is not implemented"):
+        save_file(written | table, published / "model.safetensors", metadata={"format": "pt"})
+        Folder(published)
     with pytest.raises(Unsupported, match="mpt"):
         save_file(written | {"mpt.0.enorm": torch.ones(3)}, published / "model.safetensors", metadata={"format": "pt"})
         Folder(published)
@@ -122,7 +129,6 @@ def test_adapters_have_the_names_of_modules_of_transformers() -> None:
         ("compress_ratios", [0, 0, 0, 0]),
         ("compress_rates", {"full_attention": 2}),
         ("qk_rope_head_dim", 5),
-        ("mlp_layer_types", ["hash_moe", "moe", "moe", "moe"]),
         ("mlp_layer_types", ["dense"] * 4),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
         ("rope_parameters", {"main": {}, "compress": {}, "other": {}}),
@@ -147,8 +153,8 @@ def test_other_refusals_name_their_key() -> None:
         with pytest.raises(ConfigError) as refusal:
             read(KEYS | {"rope_parameters": table})
         assert [fault.key for fault in refusal.value.faults] == [key]
-    with pytest.raises(ConfigError, match="num_hash_layers: 3 layers with experts by a table of tokens are not implemented"):
-        read({key: value for key, value in KEYS.items() if key != "num_hash_layers"} | {"num_hash_layers": 3})
+    with pytest.raises(ConfigError, match="num_hash_layers: 2 differs from mlp_layer_types"):
+        read(KEYS | {"mlp_layer_types": ["moe", "hash_moe", "hash_moe", "moe"]})
     with pytest.raises(ConfigError, match=r"expert_dtype.*save the weights in bf16"):
         read(KEYS | {"expert_dtype": "fp4"})
     with pytest.raises(Unsupported, match="top_k 30 exceeds max_length 64 / sparse_rate 3"):

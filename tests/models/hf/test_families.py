@@ -180,7 +180,7 @@ PUBLISHED["deepseek_v4"] = (
     | {"hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20, "moe_intermediate_size": 2048, "n_routed_experts": 256}
     | {"n_shared_experts": 1, "num_experts_per_tok": 6, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus"}
     | {"topk_method": "noaux_tc", "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "num_nextn_predict_layers": 1}
-    | {"num_hash_layers": 0, "max_position_embeddings": 1048576, "rope_theta": 10000, "compress_rope_theta": 160000}
+    | {"num_hash_layers": 3, "max_position_embeddings": 1048576, "rope_theta": 10000, "compress_rope_theta": 160000}
     | {
         "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}
         | {"beta_fast": 32, "beta_slow": 1}

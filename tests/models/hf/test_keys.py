@@ -16,7 +16,7 @@ SMALL = {
     "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 5},
     "deepseek_v4": {"num_key_value_heads": 1, "head_dim": 12, "partial_rotary_factor": 0.5, "index_topk": 5, "o_groups": 2}
-    | {"intermediate_size": 20, "moe_intermediate_size": 20, "index_head_dim": 8, "num_hash_layers": 0},
+    | {"intermediate_size": 20, "moe_intermediate_size": 20, "index_head_dim": 8},
     "kimi_linear": {"num_key_value_heads": 4, "model_max_length": 64, "moe_renormalize": False},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "sliding_window": None},
     "gemma4_text": {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97, "num_key_value_heads": 2, "head_dim": 16}

@@ -29,6 +29,10 @@ def filled(case: str) -> Decoder:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+        for name, table in model.named_buffers():
+            if name.endswith("router.table"):
+                drawn = torch.rand(len(table), model.shape.moe.experts, generator=generator)
+                table.copy_(drawn.argsort(-1)[:, : table.shape[1]])
     return model
 
 

@@ -154,7 +154,6 @@ def test_damaged_files_and_indices_are_refused(folder: Path) -> None:
 
 
 WHOLE_HEADS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {"num_hash_layers": 0},
     "glm4_moe": {"num_attention_heads": 32},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
 }

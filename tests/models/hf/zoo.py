@@ -75,7 +75,7 @@ DEEPSEEK_V4: dict[str, Any] = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 1.8,
-    "num_hash_layers": 0,
+    "num_hash_layers": 2,
     "layer_types": [
         *("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention")
     ],
@@ -258,7 +258,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v4",
         DEEPSEEK_V4
         | {"layer_types": None, "scoring_func": "sigmoid", "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hc_mult": 2}
-        | {"qk_rope_head_dim": 4, "partial_rotary_factor": None, "o_groups": 4, "index_topk": 2},
+        | {"qk_rope_head_dim": 4, "partial_rotary_factor": None, "o_groups": 4, "index_topk": 2}
+        | {"num_hash_layers": None, "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]},
     ),
     "qwen2_moe": ("qwen2_moe", QWEN2_MOE | {"rope_theta": 700.0}),
     "qwen2_moe-raw": (
@@ -483,6 +484,9 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("tid2eid"):  # different experts for each token
+                experts = torch.rand(len(buffer), config.n_routed_experts, generator=generator).argsort(-1)
+                buffer.copy_(experts[:, : buffer.shape[1]])
     return model
 
 

@@ -47,6 +47,7 @@ class TensorPlace:
         step: the part has every `step`-th index of that dimension, from `start` on.
         turned: whether the last two dimensions are exchanged in the checkpoint; `fused` is in the model's order.
         buffer: whether it is a buffer, whose dtype does not follow that of the checkpoint.
+        integers: whether it is a buffer of int64.
         reshaped: shape in the checkpoint if it differs but the order of the elements does not; empty = the same shape.
     """
 
@@ -58,6 +59,7 @@ class TensorPlace:
     step: int = 1
     turned: bool = False
     buffer: bool = False
+    integers: bool = False
     reshaped: tuple[int, ...] = ()
 
     @property
@@ -130,7 +132,10 @@ def places_in(family: Family, decoder: DecoderConfig, fused: bool = False) -> di
     ends += ("router.table",) if experts is not None and experts.table is not None else ()
     ends += (".scalar",) if "scalar" in family.parts else ()
     known = {name: shape for name, shape in buffers.items() if name.endswith(ends)}
-    return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
+    for name, shape in known.items():
+        place = _place(family, experts, decoder, name, shape)
+        found[name] = replace(place, buffer=True, integers=name.endswith("router.table"))
+    return found
 
 
 def shapes_of(model: Component) -> dict[str, tuple[int, ...]]:

@@ -165,7 +165,7 @@ class CheckpointTensors:
             for theirs, entry in stored.items():
                 if entry.shape != place.theirs:
                     faults.append(f"{theirs}: shape {entry.shape}, but {CONFIG} requires {place.theirs}")
-                if entry.dtype not in FLOATS:
+                if entry.dtype not in (("int64",) if place.integers else FLOATS):
                     faults.append(f"{theirs}: dtype {entry.dtype} is not implemented")
             if len({entry.dtype for entry in stored.values()}) > 1:
                 faults.append(f"{place.names[0]} and those of other experts have different dtypes")

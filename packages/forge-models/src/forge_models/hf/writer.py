@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COMPARED = "Exported by Forge. Its logits were compared with those of the weights that it was made from."
 
-ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 
 def chosen(decoder: DecoderConfig, wanted: str | None, preferred: str = "") -> Family:
@@ -103,7 +103,7 @@ def write_folder(
         raise Unsupported(f"{path} exists and is not an empty folder; choose another")
     if tokenizer is not None and tokenizer_of(tokenizer) is None:
         raise Unsupported(f"{tokenizer} contains no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
+    if odd := sorted({weights.tensors[name].dtype for name, place in places.items() if not place.integers} - set(FLOATS)):
         raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written; convert them to one of {', '.join(FLOATS)}")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)

@@ -145,7 +145,7 @@ class DeepseekV4(Family):
     parts: ClassVar = {"attention": "attn", "mlp": "ffn", "attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
     outside: ClassVar = OUTSIDE
     layers: ClassVar = "layers"
-    experts: ClassVar = ExpertNames(part="ffn", matrices=MATRICES, bias="gate.bias", fused_part="ffn")
+    experts: ClassVar = ExpertNames(part="ffn", matrices=MATRICES, bias="gate.bias", table="gate.tid2eid", fused_part="ffn")
     mtp_modules: ClassVar = ("mtp.",)
 
     def spelled(self, decoder: DecoderConfig, name: str) -> str:
@@ -205,8 +205,8 @@ class DeepseekV4(Family):
         fields["attention"] = keys.make(CompressedMQA, **attention, **rates, kinds=kinds)
         scores, scaling = keys.only("scoring_func", *SCORES), keys.number("routed_scaling_factor")
         experts = read_experts(keys, "n_routed_experts", "num_local_experts", "num_experts")
-        _require_learned_routers(keys, fields["layers"])
-        router = keys.make(SigmoidTopKConfig, scores=SCORES.get(str(scores)), scaling=scaling)
+        tables = _hash_layers(keys, fields["layers"])
+        router = keys.make(SigmoidTopKConfig, scores=SCORES.get(str(scores)), scaling=scaling, hash_layers=tables)
         fields["moe"] = keys.make(MoEConfig, **experts, ffn_dim=width, shared=1, router=router)
         return fields
 
@@ -233,7 +233,9 @@ class DeepseekV4(Family):
         if moe is None:
             return written
         written |= write_experts(moe, "n_routed_experts") | {"moe_intermediate_size": moe.ffn_dim, "n_shared_experts": moe.shared}
-        written |= {"norm_topk_prob": getattr(moe.router, "normalize", True), MLP_TYPES: [MOE] * shape.layers}
+        tables = getattr(moe.router, "hash_layers", ())
+        written[MLP_TYPES] = [HASH if layer in tables else MOE for layer in range(shape.layers)]
+        written["norm_topk_prob"] = getattr(moe.router, "normalize", True)
         if isinstance(moe.router, SigmoidTopKConfig):
             names = {ours: theirs for theirs, ours in SCORES.items()}
             written |= {"scoring_func": names[moe.router.scores], "routed_scaling_factor": moe.router.scaling}
@@ -337,15 +339,15 @@ def _partial(keys: Keys, head_dim: int, tables: Mapping[str, Mapping[str, Any]])
     return partial
 
 
-def _require_learned_routers(keys: Keys, layers: int) -> None:
-    """Refuses layers whose experts a table of tokens names."""
-    count = keys.whole("num_hash_layers") if keys.given("num_hash_layers") else None
+def _hash_layers(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Reads the layers whose experts a table of tokens names: the first ones, three if nothing says their number."""
+    given = keys.given("num_hash_layers") and keys.values["num_hash_layers"] is not None
+    count = keys.whole("num_hash_layers") if given else None
     types = _listed(keys, MLP_TYPES, {MOE: MOE, HASH: HASH}, layers)
-    if types is None and keys.values.get(MLP_TYPES) is not None:
-        return  # a fault already
-    hashed = types.count(HASH) if types is not None else min(3 if count is None else count, layers)
-    if types is not None and count is not None and types != [HASH if layer < count else MOE for layer in range(layers)]:
+    first = tuple(range(min(3 if count is None else count, layers)))
+    if types is None:
+        return first
+    listed = tuple(layer for layer, kind in enumerate(types) if kind == HASH)
+    if count is not None and listed != first:
         keys.fault("num_hash_layers", f"{count} differs from {MLP_TYPES}; keep one of them")
-    if hashed:
-        key = MLP_TYPES if types is not None else "num_hash_layers"
-        keys.fault(key, f"{hashed} layers with experts by a table of tokens are not implemented")
+    return listed
