@@ -1,5 +1,6 @@
 """Experts in a space of their own width: against the module of transformers, and by the shape of what a dispatcher gets."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts,
 
 from forge_core.errors import ForgeError
 from forge_models.blocks.moe.layer import BRANCH_NORMS
+from forge_models.components.attentions import MLA
 from forge_models.components.decoder import DecoderConfig
 from forge_models.components.experts import MoEConfig, NormedTopKConfig, SigmoidTopKConfig
 from forge_models.components.layers import GELU, ReLU2
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import misfits
 from forge_models.upcycle import _slices
 from models.conftest import fill
 from models.moe.test_moe_layer import SIZES, inputs, layer
@@ -132,6 +136,27 @@ def test_specs_cover_the_projections() -> None:
     assert specs["blocks.0.mlp.latent_in.weight"].dims == (None, "embed")
     assert specs["blocks.0.mlp.experts.down_proj"].dims == ("expert", None, "ffn")
     assert specs["blocks.0.mlp.experts.down_proj"].init.std == pytest.approx(0.02 / 8**0.5)
+
+
+def test_the_size_of_a_model_counts_the_width_of_the_experts() -> None:
+    config = DecoderConfig(**SIZES | {"layers": 3}, mlp=ReLU2(), moe=replace(LATENT, first_dense=1))
+    counted = {name: value for name, value in config.build().named_parameters() if not {"norm", "router"} & {*name.split(".")}}
+    counted = {name: value for name, value in counted.items() if "_norm." not in name}
+    assert config.shape.elements == sum(value.numel() for value in counted.values())
+    hidden, experts = config.shape.matrices()
+    shapes = {name.removesuffix(".weight"): value.shape for name, value in counted.items() if name.startswith("blocks.")}
+    assert shapes == {name: matrix.shape for name, matrix in hidden.items()} | {
+        name: (6, *matrix.shape) for name, matrix in experts.items()
+    }
+    specs = config.build().specs().tensors
+    for name, matrix in (hidden | experts).items():
+        assert specs[name if name in experts else f"{name}.weight"].dims[-2:] == matrix.dims, name
+
+
+def test_families_without_them_refuse_them() -> None:
+    sizes = {"dim": 16, "layers": 2, "heads": 4, "vocab_size": 40, "attention": MLA(kv_lora_rank=8)}
+    moe = MoEConfig(experts=4, shared=1, ffn_dim=8, latent_dim=4, router=SigmoidTopKConfig(bias_rate=0.0))
+    assert any("latent_dim" in told for told in misfits(FAMILIES["deepseek_v3"], DecoderConfig(**sizes, moe=moe)))
 
 
 def test_what_cannot_have_them_is_refused() -> None:

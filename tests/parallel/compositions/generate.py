@@ -78,6 +78,9 @@ ANYWHERE = (
     "latent_experts",
     "hash_layers",
     "compressed_keys",
+    "shared_kv",
+    "layer_inputs",
+    "attention_chunk",
 )
 """What goes with every row, and so is in one only where a pair asks for it."""
 

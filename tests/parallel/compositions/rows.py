@@ -15,7 +15,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA, IndexedMLA
 from forge_models.components.compressed import CompressedMQA
-from forge_models.components.decoder import DecoderConfig, MTPConfig
+from forge_models.components.decoder import DecoderConfig, LayerInputsConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig, SoftmaxTopKConfig
 from forge_models.components.layers import RMSNormConfig, SwiGLU
 from forge_models.components.lora import LoRAConfig
@@ -196,6 +196,14 @@ def decoder_of(row: frozenset[str]) -> Any:
             raise ValueError("attention with an indexer has no tables of values")
         tables = ValueEmbeddings(layers=(0, layers - 1), gate_channels=5)
         model = replace(model, attention=replace(model.attention, value_embeddings=tables))
+    if row & {"shared_kv", "attention_chunk"}:
+        if not isinstance(model.attention, GQA):
+            raise ValueError("attention with an indexer has neither chunks nor shared keys and values")
+        shared = {"shared_kv_layers": 2, "shared_kv_ffn_factor": 1 if "experts" in row else 2} if "shared_kv" in row else {}
+        local = {"chunk": 5} if "attention_chunk" in row else {"window": 5}
+        model = replace(model, attention=replace(model.attention, **shared, **local, global_every=2))
+    if "layer_inputs" in row:
+        model = replace(model, layer_inputs=LayerInputsConfig(dim=16 if wide else 6))
     if "streams" in row:
         model = replace(model, streams=Streams(count=3, sinkhorn=5))
     for feature in row & FUSIONS.keys():
@@ -282,7 +290,7 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     if "transformers" in row:
         patterns = ("model.layers.1.*", "model.layers.2.self_attn.k_proj.*") if "frozen" in row else ()
         return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
-    part = "indexer" if row & {"indexer", "compressed_keys"} else "k_proj"
+    part = "indexer" if row & {"indexer", "compressed_keys"} else "q_proj" if "shared_kv" in row else "k_proj"
     patterns = ("blocks.1.*", f"blocks.2.attention.{part}.*", *(() if "tied" in row else ("embed.weight",)))
     patterns = patterns if "frozen" in row else ()
     return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)

@@ -332,6 +332,12 @@ def test_a_token_goes_once_to_each_node_with_the_hierarchical_dispatcher() -> No
     assert flat.parts["expert parallel"] == pytest.approx(4 * 4 * tokens * 4 * 2 / 8)  # four ranks of the other node
 
 
+def test_latent_experts_exchange_fewer_bytes() -> None:
+    plain = replace(LATENT, moe=replace(LATENT.moe, latent_dim=None))
+    found = [step(config, "dp8ep8", Execution(rows=1, length=128), WIRE).parts for config in (LATENT, plain)]
+    assert found[0]["expert parallel"] == found[1]["expert parallel"] / 2  # 64 of 128 values of a token
+
+
 def test_muon_multiplies() -> None:
     from forge_parallel.optim.muon import flops
 

@@ -141,6 +141,7 @@ def test_every_transform_is_modeled_or_refused() -> None:
             ["--model.attention.name=compressed_mqa", "--model.kv_heads=32", "--model.attention.top_k=8"],
             "model.attention compresses keys",
         ),
+        (["--model.layer_inputs.dim=16"], "model.layer_inputs adds a table and a projection"),
         (["--model.streams.count=2"], "model.streams mixes several residual streams"),
     ],
 )

@@ -124,6 +124,8 @@ def unmodeled(job: Job) -> str:
         return "model.streams mixes several residual streams, which has no modeled time"
     if "value_embeddings" in used:
         return "model.attention.value_embeddings adds tables whose look-up and gathers have no modeled time"
+    if "layer_inputs" in used:
+        return "model.layer_inputs adds a table and a projection outside of blocks, which have no modeled time"
     if job.train.stages or any(group.frozen for group in job.parameters.groups):
         return "some parameters are frozen, and the model of time counts gradients of all of them"
     return ""

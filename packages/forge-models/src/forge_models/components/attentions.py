@@ -45,7 +45,7 @@ class GQA(Component):
     """Scores become soft_cap * tanh(scores / soft_cap) before the mask; no cap when absent."""
     window: Annotated[int, Gt(0)] | None = None
     """Number of positions that a position of a local layer attends to, including itself; no layer is local when absent."""
-    chunk: Annotated[int, Gt(0)] | None = None
+    chunk: Annotated[Annotated[int, Gt(0)] | None, Feature("attention_chunk", unless=None, plane="model")] = None
     """Instead of a window: number of positions of a chunk. A position of a local layer attends to earlier positions of its chunk;
     chunks are counted from the start of each document (Llama 4)."""
     global_every: Annotated[int, Gt(0)] | None = None
@@ -60,7 +60,7 @@ class GQA(Component):
     """Whether each head of v is divided by its root mean square, with the `eps` of the model's norm and without a weight."""
     keys_as_values: Literal["none", "global", "all"] = "none"
     """Layers without `v_proj`, whose values are the projected keys before their norm and rotation."""
-    shared_kv_layers: Annotated[int, Ge(0)] = 0
+    shared_kv_layers: Annotated[int, Ge(0), Feature("shared_kv", unless=0, plane="model")] = 0
     """Number of last layers without keys and values of their own: each attends to those of the last layer before them of its
     kind, local or global (YOCO, Sun et al., 2024; Gemma 4). Not with a pipeline."""
     shared_kv_ffn_factor: Annotated[int, Ge(1)] = 1

@@ -114,7 +114,7 @@ class DecoderConfig(Component):
     trained: 1 in a new model (Gemma 4)."""
     streams: Annotated[Streams | None, Feature("streams", unless=None, plane="model")] = None
     """Several residual streams that each part of a block mixes; one, to which parts are added, when absent."""
-    layer_inputs: LayerInputsConfig | None = None
+    layer_inputs: Annotated[LayerInputsConfig | None, Feature("layer_inputs", unless=None, plane="model")] = None
     """Per-layer embeddings; none when absent. Not with a pipeline."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Factor on embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
