@@ -14,7 +14,7 @@ import triton.runtime.autotuner
 import triton.runtime.interpreter
 from torch import Tensor
 
-from forge_models.blocks.fla_kernels import CHANNEL_DELTA, GATED_DELTA, STATE_SPACE, Kernel, run
+from forge_models.blocks.fla_kernels import CHANNEL_DELTA, GATED_DELTA, STATE_SPACE, RuleKernel, run
 
 LENGTH = 70
 """More tokens than a chunk has."""
@@ -39,7 +39,9 @@ def interpret() -> None:
             module.__dict__["range"] = _indices
 
 
-def error(kernel: Kernel, heads: tuple[int, int], widths: tuple[int, int], documents: Tensor | None, with_state: bool) -> float:
+def error(
+    kernel: RuleKernel, heads: tuple[int, int], widths: tuple[int, int], documents: Tensor | None, with_state: bool
+) -> float:
     """Returns the largest relative error of values and gradients against plain torch in fp64, for rows of `LENGTH` tokens."""
     draw, (rows, length) = torch.Generator().manual_seed(3), (2, LENGTH)
     key_heads, value_heads = heads

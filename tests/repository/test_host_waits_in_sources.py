@@ -26,6 +26,8 @@ ALLOWED = {
     "forge_models/blocks/attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/blocks/cache.py KVCache.counts: tolist": (2, "in generation only, for the text of an error"),
     "forge_models/blocks/cache.py KVCache.counts: torch.tensor": (1, "in generation only, for rows of unequal lengths"),
+    "forge_models/blocks/fla_kernels.py _error: item": (1, "in the test of a kernel, before its first use"),
+    "forge_models/blocks/fla_kernels.py _sequences: nonzero": (1, "the kernels need the number of documents, once per batch"),
     "forge_models/blocks/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/blocks/moe/experts.py _products: tolist": (
         1,

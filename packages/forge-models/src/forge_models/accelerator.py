@@ -5,7 +5,9 @@ as a CPU.
 """
 
 import logging
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -26,6 +28,11 @@ MOST_GROUPS = 1023
 def draws_initial_weights(device: torch.device) -> bool:
     """Whether initial weights are drawn on the device by CUDA's generator (`forge_core.specs`)."""
     return device.type == "cuda"
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which an accelerator is the current one of this thread, as kernels need; it does nothing for a CPU."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def is_hopper(device: torch.device) -> bool:

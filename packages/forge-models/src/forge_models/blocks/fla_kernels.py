@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from forge_models.accelerator import is_nvidia
+from forge_models.accelerator import current, is_nvidia
 from forge_models.blocks import channel_delta, delta_rule, state_space
 from forge_models.blocks.chunks import CHUNK
 
@@ -30,7 +30,7 @@ ERRORS = {torch.float32: 0.01, torch.bfloat16: 0.03, torch.float16: 0.01}
 near 1."""
 
 
-class Kernel(NamedTuple):
+class RuleKernel(NamedTuple):
     """A kernel, and the function of plain torch that it replaces.
 
     Attributes:
@@ -47,9 +47,9 @@ class Kernel(NamedTuple):
     torch: Callable[..., tuple[Tensor, Tensor]]
 
 
-GATED_DELTA = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", False, True, delta_rule.gated_delta_rule)
-CHANNEL_DELTA = Kernel("fla.ops.kda", "chunk_kda", True, True, channel_delta.channel_delta_rule)
-STATE_SPACE = Kernel("fla.ops.simple_gla", "chunk_simple_gla", False, False, state_space.state_space)
+GATED_DELTA = RuleKernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", False, True, delta_rule.gated_delta_rule)
+CHANNEL_DELTA = RuleKernel("fla.ops.kda", "chunk_kda", True, True, channel_delta.channel_delta_rule)
+STATE_SPACE = RuleKernel("fla.ops.simple_gla", "chunk_simple_gla", False, False, state_space.state_space)
 
 
 def gated_delta_rule(
@@ -81,7 +81,7 @@ def state_space_scan(
     return run(STATE_SPACE, (q, k, v, g, step, skip), documents, state)
 
 
-def run(kernel: Kernel, given: Sequence[Tensor], documents: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def run(kernel: RuleKernel, given: Sequence[Tensor], documents: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the outputs (B, T, heads, value width), and the state after the last token of each row.
 
     Args:
@@ -101,7 +101,7 @@ def run(kernel: Kernel, given: Sequence[Tensor], documents: Tensor | None, state
     return _apply(kernel, given, documents, state)
 
 
-def _apply(kernel: Kernel, given: Sequence[Tensor], documents: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _apply(kernel: RuleKernel, given: Sequence[Tensor], documents: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta, *skip = given
     rows, length, heads, width = v.shape
     if kernel.delta:
@@ -160,7 +160,7 @@ def _sequences(documents: Tensor) -> _Sequences:
 
 @cache
 def prove(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_width: int, value_width: int
+    kernel: RuleKernel, device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_width: int, value_width: int
 ) -> None:
     """Tests a kernel on the device, once for each dtype, number of heads and width.
 
@@ -186,7 +186,7 @@ def prove(
 
 
 def _error(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_width: int, value_width: int
+    kernel: RuleKernel, device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_width: int, value_width: int
 ) -> tuple[float, str]:
     """Returns the largest relative error of a value or gradient of the kernel, and its name."""
     draw, rows, length = torch.Generator().manual_seed(0), 2, 2 * CHUNK + 5
@@ -216,7 +216,7 @@ def _error(
 
     names = "the output", "the state", *(f"the gradient of {name}" for name in inputs)
     worst, what = 0.0, names[0]
-    with torch.enable_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+    with torch.enable_grad(), current(device):
         for documents in (packed, None):
             for name, found, expected in zip(names, results(documents, False), results(documents, True), strict=True):
                 error = ((found.double() - expected).norm() / expected.norm()).item()

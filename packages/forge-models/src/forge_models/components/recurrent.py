@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import IDENTITY, Component, Slot
+from forge_core.component import FREE, IDENTITY, Component, Slot
 from forge_core.specs import Matrix
 from forge_models.components.attentions import GQA
 from forge_models.shape import BlockContext, NormPlacement, RecurrentKernel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RecurrentLayer(Component):
     """Base class of the recurrent layers of this distribution."""
 
-    kernel: RecurrentKernel = "torch"
+    kernel: Annotated[RecurrentKernel, FREE] = "torch"
     """What computes the states: `torch` on every device, or `fla`, the Triton kernels of flash-linear-attention on CUDA
     (`pip install 'forge-models[fla]'`). Before its first use, a kernel is tested against `torch` on the device. It multiplies in
     TF32 or 16 bits and chooses its tiles by timing them, so a resumed run has other bits. It is not compiled. Plans count the
