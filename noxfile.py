@@ -39,6 +39,7 @@ FLA = ("fla-core==0.6.0", "einops==0.8.2")
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 DOCUMENTATION = ("furo", "myst-nb", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
+EVERY = "slow or not slow"
 FAST = "not gpu and not slow and not slurm and not rehearsal"
 CLUSTER = {
     **dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue"), "slurm-wlm"),
@@ -199,6 +200,7 @@ def docs(session: nox.Session) -> None:
     tests = (
         "tests/repository/test_docs.py",
         "tests/repository/test_search.py",
+        "tests/repository/test_site.py",
         "tests/train/test_pages.py",
         "tests/train/test_howto.py",
     )
@@ -264,7 +266,7 @@ def isolation(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Each folder of `examples/` alone with what it declares, and its tests, slow ones too; `-- forge-fasta` is one."""
     chosen = [path for path in EXAMPLES if not session.posargs or path.name in session.posargs]
-    _isolated(session, (), [[path] for path in chosen], _interpreter(session), which="slow or not slow")
+    _isolated(session, (), [[path] for path in chosen], _interpreter(session), which=EVERY)
 
 
 def _isolated(
@@ -320,7 +322,8 @@ def _try_alone(session: nox.Session, place: Path, wheels: Path, name: str, const
 def _try_examples(
     session: nox.Session, place: Path, wheels: Path, examples: Sequence[Path], constraints: Path, which: str
 ) -> None:
-    """Installs examples with what they declare for their tests, and runs their tests, away from the sources of the wheels."""
+    """Installs examples with what they declare for their tests, and runs their tests, away from the sources of the wheels; with
+    slow tests also the commands of their pages."""
     python, wanted = str(place / "bin" / "python"), list[str | Path]()
     for example in examples:
         if (example / "pyproject.toml").exists():
@@ -335,6 +338,10 @@ def _try_examples(
     with session.chdir(place):
         tests = [example / "tests" for example in examples]
         session.run(python, "-I", "-m", "pytest", *settings, *tests, external=True, env=variables)
+        if which == EVERY:
+            page = ROOT / "tests" / "repository" / "isolation" / "example_page.py"
+            for example in examples:
+                session.run(python, "-I", page, example, external=True, env=variables)
 
 
 def _install(session: nox.Session, python: str, *arguments: str | Path, constraints: Path = CONSTRAINTS) -> None:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from forge_vlm.components.frame_scorers import FrameSelection, StoredScores
 from forge_vlm.components.sources import VideoQuestions
 from harness.pages import BLOCK, ROOT, run_shell, script_of
+from train.test_page_commands import run_with_stand_ins, script
 
 HOWTO = sorted((ROOT / "docs/howto").glob("*.md"))
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -374,4 +375,8 @@ def test_every_page_has_facts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*HOWTO, *TUTORIALS], ids=lambda page: page.stem)
 def test_a_page_runs_as_written_and_says_what_is(page: Path, tmp_path: Path) -> None:
-    FACTS[page.stem](tmp_path, run_shell(script_of(page), tmp_path))
+    work = tmp_path / "work"
+    work.mkdir()
+    FACTS[page.stem](work, run_shell(script_of(page), work))
+    if more := script(page, "console"):  # what the page shows besides
+        run_with_stand_ins(more, work, tmp_path / "slurm")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import zipfile
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from forge_core.registry import Registry
 from forge_train import cli
 from forge_train.commands.skills import FILE, FOLDER, GATE, Skill, shipped_skills
 from forge_train.doctor.requirements import REQUIREMENTS
+from harness.pages import calls, lines_of_shell, parse
 from train.launch.cluster_programs import fake_slurm
 
 ROOT = Path(__file__).parents[2]
@@ -68,20 +67,8 @@ def blocks(skill: Skill) -> Iterator[Block]:
             everywhere = gates
 
 
-def commands_of(text: str) -> Iterator[str]:
-    """The lines of a block without what it writes into files."""
-    ends = None
-    for line in text.replace("\\\n", " ").splitlines():
-        if ends is None:
-            yield line
-            started = re.search(r"<<'?(\w+)'?", line)
-            ends = started[1] if started else None
-        elif line == ends:
-            ends = None
-
-
 def needs(text: str) -> set[str]:
-    return {name for name, pattern in NEEDS.items() for line in commands_of(text) if re.search(pattern, line)}
+    return {name for name, pattern in NEEDS.items() for line in lines_of_shell(text) if re.search(pattern, line)}
 
 
 @pytest.fixture(params=NAMES)
@@ -164,27 +151,11 @@ def test_only_the_line_of_the_readme_installs_something(skill: Skill) -> None:
         assert block.text in (ROOT / "docs/getting-started.md").read_text() and not block.gates
 
 
-def words(text: str) -> Iterator[list[str]]:
-    """The words of every call of forge-train, up to what the shell takes."""
-    for line in commands_of(text):
-        for part in re.split(r"\|\||&&|[|;]", line):
-            part = re.sub(r"^ *([A-Z_]+=\S* +)*", "", part)  # variables of the command
-            if part.startswith("forge-train "):
-                yield shlex.split(re.split(r" >", part)[0])[1:]
-
-
 def test_options_of_every_command_exist(skill: Skill) -> None:
-    registry = Registry()
-    calls = [call for block in blocks(skill) for call in words(block.text)]
-    assert len(calls) >= 4
-    for name, *arguments in calls:
-        if name == "--version":
-            continue
-        command: Any = cli.command(registry.find(cli.GROUP, name), registry)
-        if hasattr(command, "commands"):
-            sub = arguments.pop(0) if arguments and arguments[0] in command.commands else "list"
-            name, command = sub, command.commands[sub]
-        command.make_context(name, list(arguments))  # raises UsageError, or ForgeError for what is no key of a recipe
+    found = [call for block in blocks(skill) for call in calls(block.text)]
+    assert len(found) >= 4
+    for call in found:
+        parse(call)
 
 
 @cache
