@@ -68,8 +68,9 @@ RECORDING = """cat > recording.py <<'END'
 import numpy as np
 rng = np.random.default_rng(0)
 words = np.array([f"word{n % 7}" for n in range(80)])
-np.savez("story.npz", responses=rng.normal(size=(80, 3)), words=words, run=np.arange(80) // 20)
-np.savez("sentences.npz", responses=rng.normal(size=(8, 3)), texts=np.array([f"sentence {n}" for n in range(8)]))
+seconds = 0.5 * np.arange(84)  # the recording ends 2 s after the last word
+np.savez("story.npz", data=rng.normal(size=(84, 3)), words=words, onsets=seconds[:80], times=seconds)
+np.savez("sentences.npz", data=rng.normal(size=(8, 3)), stimuli=np.array([f"sentence {n}" for n in range(8)]))
 END
 python recording.py
 """

@@ -27,7 +27,8 @@ with tempfile.TemporaryDirectory() as place:
         if language == "toml":
             whole = text if text.startswith("base = ") else f'base = "debug"\n\n{text}'
             # A part that no receipt proves yet is refused; the command that follows records one.
-            checks = [] if "proofs" in text else ["forge-train check recipe.toml"]
+            world = 2 if "pp = 2" in text else 1
+            checks = [] if "proofs" in text else [f"forge-train check recipe.toml --world {world}"]
             script += [f"cat > recipe.toml <<'END'\n{whole}END", *checks]
             continue
         lines = [line for line in text.splitlines() if not line.startswith(("pip install ", "sqlite3 "))]

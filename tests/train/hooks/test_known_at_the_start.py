@@ -24,7 +24,9 @@ BYTES = TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer
 def run_of(length: int, **more: Any) -> Any:
     model = SimpleNamespace(max_length=length)
     held: dict[str, Any] = {"data": SimpleNamespace(tokenizer=ByteTokenizer()), "evaluations": {}}
-    return SimpleNamespace(job=SimpleNamespace(model=model), model=SimpleNamespace(parts=[object()]), **{**held, **more})
+    return SimpleNamespace(
+        job=SimpleNamespace(model=model), **{"model": SimpleNamespace(parts=[SimpleNamespace(shape=None)]), **held, **more}
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,8 @@ def test_prompts_whose_length_only_the_tokenizer_knows_are_refused_at_the_start(
         Sample(prompts=["a", "x" * 23], max_tokens=10).check(run_of(32))
     with pytest.raises(ForgeError, match="hook 'sample': prompt 0 is empty"):
         Sample(prompts=[""], max_tokens=10).check(run_of(32))
+    with pytest.raises(ForgeError, match="hook 'sample': object does not generate text, .*; remove the hook"):
+        Sample().check(run_of(32, model=SimpleNamespace(parts=[object()])))
 
 
 def asked(*sizes: tuple[int, int]) -> list[Question]:

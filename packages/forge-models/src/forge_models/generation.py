@@ -308,7 +308,10 @@ def ends_of(
 
 def check_request(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
     """Refuses requests that `stream` does not support."""
-    shape = model.shape
+    if (shape := getattr(model, "shape", None)) is None:
+        raise GenerationError(
+            f"{type(model).__name__} does not generate text, which needs `shape` and a cache, as forge_models.Decoder has them"
+        )
     if not prompts:
         raise GenerationError("prompts must not be empty")
     if not getattr(model.shape, "causal", True):

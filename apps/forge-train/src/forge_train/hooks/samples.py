@@ -64,9 +64,15 @@ class Sample(Periodic):
     """Weights to use: the model's, or their average of hook `ema`."""
 
     def check(self, run: Run) -> None:
-        """Refuses a run without a tokenizer, and prompts that are empty or leave no room for the new tokens."""
+        """Refuses a run without a tokenizer, a model that does not generate, and prompts that are empty or leave no room for the
+        new tokens."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'sample' needs a tokenizer: add [data.tokenizer], or remove the hook")
+        if not hasattr(run.model.parts[0], "shape"):  # a model of a plugin
+            raise ForgeError(
+                f"hook 'sample': {type(run.model.parts[0]).__name__} does not generate text, which needs `shape` and a cache, as "
+                "forge_models.Decoder has them; remove the hook"
+            )
         room = length_limit(run)
         for place, prompt in enumerate(self._prompts(run)):
             if not prompt:
