@@ -51,7 +51,7 @@ def test_prompts_whose_length_only_the_tokenizer_knows_are_refused_at_the_start(
         Sample(prompts=["a", "x" * 23], max_tokens=10).check(run_of(32))
     with pytest.raises(ForgeError, match="hook 'sample': prompt 0 is empty"):
         Sample(prompts=[""], max_tokens=10).check(run_of(32))
-    with pytest.raises(ForgeError, match="hook 'sample': object does not generate text, .*; remove the hook"):
+    with pytest.raises(ForgeError, match=r"hook 'sample': object does not generate text, .*; remove the hook"):
         Sample().check(run_of(32, model=SimpleNamespace(parts=[object()])))
 
 
