@@ -66,6 +66,23 @@ def test_values_and_gradients_are_those_of_deepseek_v4() -> None:
     assert all(bool(gradient.any()) for gradient in mine)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrt_softplus"])
+def test_weights_are_the_scores_of_the_named_experts(scores: Any, normalize: bool) -> None:
+    settings = SigmoidTopKConfig(scores=scores, normalize=normalize, scaling=0.7, hash_layers=(0,))
+    router = layer(replace(MOE, router=settings)).router
+    x, tokens = inputs()
+    flat, ids = x.flatten(0, 1), tokens.flatten()
+    logits = flat @ router.weight.T
+    values = logits.sigmoid() if scores == "sigmoid" else logits.exp().log1p().sqrt()
+    found = router(flat, ids)
+    chosen = torch.stack([value[router.table[token]] for value, token in zip(values, ids.tolist(), strict=True)])
+    expected = 0.7 * (chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
+    torch.testing.assert_close(found.weights, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found.probabilities, values / values.sum(1, keepdim=True), rtol=1e-11, atol=1e-12)
+    assert torch.equal(found.experts, router.table[ids]) and found.logits is not None
+
+
 def test_the_table_is_drawn_from_seed_and_name_with_different_experts_of_a_token() -> None:
     """Against a loop that takes elements out of a list, with numpy's stream of the tensor's name."""
     import numpy as np
