@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers_table import BEGIN, END, escaped
+from transformers_table import BEGIN, END, before, escaped
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "packages" / "forge-vlm" / "src" / "forge_vlm" / "hf" / "image_text_classes.json"
@@ -34,6 +34,7 @@ def table(document: Mapping[str, Any]) -> str:
     lines = [
         f"Of {len(kinds)} model types of transformers {document['transformers']}, {len(trained)} are trained:",
         "",
+        *before(document),
         f"| model_type | class | {' | '.join(COLUMNS.values())} |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]

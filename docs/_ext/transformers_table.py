@@ -30,6 +30,7 @@ def table(document: Mapping[str, Any]) -> str:
     lines = [
         f"Of {len(classes)} classes of transformers {document['transformers']}, {len(trained)} equal it in one process:",
         "",
+        *before(document),
         f"| class | {' | '.join(COLUMNS.values())} |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
@@ -42,6 +43,15 @@ def table(document: Mapping[str, Any]) -> str:
     lines += ["", "Refused in any layout:", "", "| class | |", "|---|---|"]
     lines += [f"| {name} | {escaped(record['alone'])} |" for name, record in classes.items() if name not in trained]
     return "\n".join(lines) + "\n"
+
+
+def before(document: Mapping[str, Any]) -> list[str]:
+    """Returns the lines that name the records that ran under an earlier version of transformers."""
+    lines = []
+    for version, names in document.get("earlier", {}).items():
+        late = f"Compared with transformers {version}, and not yet with {document['transformers']}"
+        lines += [f"{late}: {', '.join(map(escaped, names))}.", ""]
+    return lines
 
 
 def escaped(text: str) -> str:

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ LIMIT = 7_000_000
 TOLERANCE = 5e-6
 """Largest accepted error relative to a tensor's largest gradient: many classes compute norms and routers in fp32 in any dtype."""
 LAYOUTS = {"dp": "dp2", "pp": "pp2", "tp": "tp2", "ep": "dp2ep2"}
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+"""Has the version of transformers of the records."""
 
 SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
@@ -87,6 +89,15 @@ SMALL = {
 }
 """Sizes by key of config.json."""
 SET_IF_NULL = ("num_key_value_heads", "head_dim", "pad_token_id")
+INKLING2 = {
+    "unpadded_vocab_size": 96,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 6,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_token": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -102,19 +113,25 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "dory": {  # whose configuration counts attention and feed-forward as two layers
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "num_hidden_layers": 8,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
-    "inkling2_text": {
-        "unpadded_vocab_size": 96,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
-        "d_rel": 4,
-        "rel_extent": 16,
+    "inkling2_loop_text": {
+        **INKLING2,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_gate_rank": 4,
     },
+    "inkling2_text": INKLING2,
     "kimi_linear": {"num_experts_per_token": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
@@ -438,19 +455,52 @@ def _said(cause: Exception) -> str:
     return text[:160] if "Traceback" not in text else f"{type(cause).__name__}: {text[-160:]}"
 
 
+class Book:
+    """The records of a walk in their file, and the version of transformers that each of them ran under.
+
+    `earlier` of the document has the names of the records that ran under another version than `transformers`, by version.
+    """
+
+    def __init__(self, path: Path, key: str, names: Sequence[str]) -> None:
+        """
+        Args:
+            path: the file.
+            key: key of the records in it.
+            names: what the installed version of transformers has, in order; records of anything else are dropped.
+        """
+        import transformers
+
+        self._path, self._key, self._names = path, key, names
+        document = json.loads(path.read_text()) if path.exists() else {}
+        self._records: dict[str, Any] = document.get(key, {})
+        self._version = transformers.__version__
+        then = document.get("transformers", self._version)
+        self._ran = dict.fromkeys(self._records, then)
+        for version, earlier in document.get("earlier", {}).items():
+            self._ran |= dict.fromkeys(earlier, version)
+
+    def keep(self, name: str, record: Mapping[str, Any]) -> None:
+        """Writes a record that ran under the installed version."""
+        self._records[name], self._ran[name] = dict(record), self._version
+        earlier: dict[str, list[str]] = {}
+        for each in self._names:
+            if self._ran.get(each, self._version) != self._version:
+                earlier.setdefault(self._ran[each], []).append(each)
+        document = {self._key: {each: self._records[each] for each in self._names if each in self._records}}
+        document |= {"transformers": self._version, **({"earlier": earlier} if earlier else {})}
+        self._path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     """Writes the records of the named classes, by default of all."""
-    import transformers
-
-    document = json.loads(PATH.read_text()) if PATH.exists() and sys.argv[1:] else {"classes": {}}
-    document["transformers"] = transformers.__version__
-    for name, configs in classes().items():
+    found = classes()
+    book = Book(PATH, "classes", list(found))
+    for name, configs in found.items():
         if not sys.argv[1:] or name in sys.argv[1:]:
             kinds = [config.model_type for config in configs]  # type: ignore[attr-defined]
             record = {"model_types": kinds, **record_of(configs[0])}
-            document["classes"][name] = record
+            book.keep(name, record)
             print(name, record, flush=True)
-            PATH.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,16 @@ SPECIAL: Mapping[str, dict[str, Any]] = {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}},
         "vision_config": {"max_image_size": 16, "temporal_patch_size": 1},
     },
+    "hy_v4_vl": {
+        "text_config": {
+            "indexer_types": ["full", "shared"] * 2,
+            "hc_mult": 2,
+            "qk_rope_head_dim": 8,
+            "qk_head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        "vision_config": {"max_image_size": 16},
+    },
     "janus": {"vision_config": {"projection_dim": 32}, "vq_config": {"base_channels": 32, "latent_channels": 32}},
     "paligemma": {"vision_config": {"projection_dim": 32}, "projection_dim": 32},
     "kimi_k25": {"projection_hidden_size": 32},

@@ -38,9 +38,9 @@ from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_vlm.components.image_text import ImageTextConfig
-from forge_vlm.hf.image_arguments import CROPS, KINDS, PATCHES, SHAPED, SIZED, TILES, WRAPPED
+from forge_vlm.hf.image_arguments import CROPS, FRAMED, KINDS, LINED, PATCHES, SHAPED, SIZED, TILES, WRAPPED
 from forge_vlm.hf.image_text_classes import PATH
-from models.hf.causal_lm_walk import Found, _fill, _holds, _said, error, value_of
+from models.hf.causal_lm_walk import Book, Found, _fill, _holds, _said, error, value_of
 from vlm.hf.image_text_configs import IMAGE, SAME, small
 
 LENGTH, MOST = 48, 24
@@ -50,7 +50,7 @@ ROWS: tuple[tuple[int, ...], ...] = ((2,), (), (7, 30), (1,))
 """Tokens at which the images of each row begin."""
 
 PATCHES_OF: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(("cosmos3_edge", "gemma4", "hunyuan_vl", "lfm2_vl", "video_llama_3"), (12,)),
+    **dict.fromkeys(("cosmos3_edge", "gemma4", "hunyuan_vl", "hy_v4_vl", "lfm2_vl", "video_llama_3"), (12,)),
     **dict.fromkeys(("kimi_k25", "lighton_ocr", "llava_pixtral", "mistral3", "mistral_large4", "paddleocr_vl"), (3, 2, 2)),
     "inkling2": (4, 4, 3),
 }
@@ -87,7 +87,7 @@ def item(kind: str, row: int, number: int) -> tuple[list[Tensor], dict[str, Tens
         return [pixels], {"pixel_values": pixels[None]}, TOKENS.get(kind, 4)
     rows, columns = (2, 4) if odd else (4, 6)
     shape = PATCHES_OF.get(kind, (24,))
-    tokens = rows // 2 * (columns // 2 + 1) + 2 if kind == "hunyuan_vl" else rows * columns // 4
+    tokens = rows // 2 * (columns // 2 + (kind in LINED)) + 2 * (kind in FRAMED)
     if kind in ("inkling2", "llava_pixtral", "video_llama_3"):  # which merge no patches
         rows, columns = rows // 2, columns // 2
     patches = torch.randn(rows * columns, *shape, generator=generator)
@@ -352,13 +352,14 @@ WHY: Mapping[str, str] = {
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
         "it has an encoder of text or a decoder that attends to an encoder, and Forge trains decoders",
     ),
-    **dict.fromkeys(("chameleon", "emu3"), "it turns images into tokens of its vocabulary, in one way only"),
+    **dict.fromkeys(("apertus1p5", "chameleon", "emu3"), "it turns images into tokens of its vocabulary, in one way only"),
     **dict.fromkeys(("diffusion_gemma", "pi0"), "it is not trained by the prediction of the next token"),
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its vision tower is one of the timm library"),
     **dict.fromkeys(("instructblip", "instructblipvideo"), "its vision tower reads a text of its own"),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), "it takes positions from the tokens around an image"),
     "ernie4_5_vl_moe": "a batch of text would not run the experts of images, so ranks would exchange other gradients",
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "its processor numbers the images of a conversation"),
+    "inkling2_loop": "its router computes in fp32 only, so it cannot be compared in fp64",
     "evolla": "it takes proteins, and no images",
     "mllama": "its images reach the text model by attention, and not in the place of tokens",
     "mistral4": "it takes no images; use [model] name = 'transformers'",
@@ -369,16 +370,14 @@ WHY: Mapping[str, str] = {
 
 def main() -> None:
     """Writes the records of the named model types, by default of all."""
-    import transformers
-
-    document = json.loads(PATH.read_text()) if PATH.exists() and sys.argv[1:] else {"kinds": {}}
-    document["transformers"] = transformers.__version__
-    for kind, name in classes().items():
+    found = classes()
+    book = Book(PATH, "kinds", list(found))
+    for kind, name in found.items():
         if not sys.argv[1:] or kind in sys.argv[1:]:
             why = WHY.get(kind, "it takes images in a form that Forge does not make")
-            document["kinds"][kind] = {"class": name, **(record_of(kind) if kind in KINDS else {"alone": why})}
-            print(kind, document["kinds"][kind], flush=True)
-            PATH.write_text(json.dumps(document, indent=1) + "\n")
+            record = {"class": name, **(record_of(kind) if kind in KINDS else {"alone": why})}
+            book.keep(kind, record)
+            print(kind, record, flush=True)
 
 
 if __name__ == "__main__":

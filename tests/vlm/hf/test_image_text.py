@@ -22,6 +22,7 @@ from forge_vlm.components.image_text import ImageTextConfig
 from forge_vlm.data.documents import BrokenRecord, Picture, Words
 from forge_vlm.data.processor_inputs import ProcessorInputs
 from forge_vlm.hf import image_text_classes
+from models.hf.causal_lm_walk import CONSTRAINTS
 from train.runs import prepared
 from vlm.hf import image_text_walk as walk
 from vlm.hf.image_text_folder import folder_of, processor_of, recipe_of, records_of
@@ -61,7 +62,9 @@ def test_every_class_of_transformers_has_a_record() -> None:
     import transformers
 
     document = image_text_classes.records()
-    assert document["transformers"] == transformers.__version__, "run vlm.hf.image_text_walk"
+    assert f"\ntransformers=={document['transformers']}\n" in CONSTRAINTS.read_text(), "run vlm.hf.image_text_walk"
+    if transformers.__version__ != document["transformers"]:
+        pytest.skip("the records are those of another version of transformers")
     assert {kind: one["class"] for kind, one in document["kinds"].items()} == walk.classes()
 
 

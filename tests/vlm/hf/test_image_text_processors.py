@@ -110,6 +110,23 @@ def test_gemma_4_gets_the_positions_of_patches() -> None:
     assert [sum(one.counts) for one in made] == [one.text.count("<image>") for one in made]
 
 
+def test_a_row_of_an_image_of_hy_v4_ends_with_a_placeholder() -> None:
+    images = pytest.importorskip("transformers.models.hy_v4_vl.image_processing_pil_hy_v4_vl")
+    text = pytest.importorskip("transformers.models.hy_v4_vl.processing_hy_v4_vl")
+    arguments = walk.component("hy_v4_vl", patches=280).image_arguments()
+    own = images.HYV4VLImageProcessorPil(patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    processor = ImagesAlone(own, lambda found: text.HYV4VLProcessor._num_frame_tokens(*found["image_grid_thw"][0][1:], 2))
+    pictures = [Image.effect_noise(size, 90).convert("RGB") for size in SIZES]
+    made = [ProcessorInputs(arguments, processor).made(picture) for picture in pictures]
+    theirs = own(images=pictures, return_tensors="pt")
+    given = arguments.arguments(torch.from_numpy(np.concatenate([one.items for one in made])), torch.float32)
+    assert torch.equal(given["image_grid_thw"], theirs["image_grid_thw"])
+    assert torch.equal(given["pixel_values"], theirs["pixel_values"])
+    counts = [sum(one.counts) for one in made]
+    assert counts == [one.text.count("<image>") for one in made]
+    assert counts == arguments.counts(torch.from_numpy(np.concatenate([one.items for one in made]))).tolist()
+
+
 def test_shapes_and_masks_are_those_of_the_patches() -> None:
     item, given, count = walk.item("lfm2_vl", 0, 1)
     arguments = walk.component("lfm2_vl").image_arguments()

@@ -15,7 +15,7 @@ PATH = Path(__file__).with_suffix(".json")
 
 @cache
 def records() -> dict[str, Any]:
-    """Returns {"transformers": version, "classes": {class: record}}."""
+    """Returns {"transformers": version, "classes": {class: record}}; "earlier" has classes that ran under other versions."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 

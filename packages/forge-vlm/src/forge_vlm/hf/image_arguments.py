@@ -25,7 +25,8 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("idefics3", "smolvlm"), WRAPPED),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), CROPS),
     **dict.fromkeys(("cohere_compass", "cosmos3_edge", "cosmos3_omni", "exaone4_5", "glm46v", "glm4v", "glm4v_moe"), PATCHES),
-    **dict.fromkeys(("glm5_next", "glm_ocr", "glmga", "hunyuan_vl", "hyperclovax_vision_v2", "inkling2", "kimi_k25"), PATCHES),
+    **dict.fromkeys(("glm5_next", "glm_ocr", "glmga", "hunyuan_vl", "hy_v4_vl", "hyperclovax_vision_v2"), PATCHES),
+    **dict.fromkeys(("inkling2", "kimi_k25"), PATCHES),
     **dict.fromkeys(("lfm3_vl", "minimax_m3_vl", "muse_glimmer", "muse_spark", "paddleocr_vl"), PATCHES),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe"), PATCHES),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "video_llama_3"), PATCHES),
@@ -44,7 +45,9 @@ IN_ROWS = frozenset({PATCHES, SIZED, PLACED, SHAPED})
 SQUARES = frozenset({"kimi_k25", "paddleocr_vl"})
 """Classes that take a patch as (channels, height, width)."""
 FRAMED = frozenset({"hunyuan_vl"})
-"""Classes with a placeholder behind each row of an image, and two around it."""
+"""Classes with two placeholders around an image."""
+LINED = FRAMED | {"hy_v4_vl"}
+"""Classes with a placeholder behind each row of an image."""
 PREFIXED = frozenset({"paligemma"})
 """Classes that attend in both directions over what precedes the first token to learn, and mark the tokens behind it."""
 GRID, CUT = 3, 4
@@ -63,7 +66,8 @@ class ImageArguments:
         per_tile: number of placeholders of a tile; 0 for patches. For crops, that of the image `least`.
         merged: number of patches that become one placeholder; 0 for tiles.
         patch: shape of one patch; empty for tiles.
-        framed: whether there is a placeholder behind each row of an image, and two around it.
+        lined: whether there is a placeholder behind each row of an image.
+        framed: whether there are two placeholders around an image.
         least: height, width and crops of the smallest image that is cut; empty for all but crops.
         merges: whether the class takes the number of patches that are merged in each direction.
         prefixed: whether marks are those of tokens behind the first one to learn.
@@ -76,6 +80,7 @@ class ImageArguments:
     per_tile: int
     merged: int
     patch: tuple[int, ...] = ()
+    lined: bool = False
     framed: bool = False
     least: tuple[int, ...] = ()
     merges: bool = False
@@ -109,7 +114,8 @@ class ImageArguments:
             if name == "inkling2":  # its patches are merged ones
                 patch, merged = (2 * vision.patch_size, 2 * vision.patch_size, vision.num_channels), 1
             shape = (most + 1, prod(patch))
-            return cls(kind, shape, token, 0, merged, patch, framed=name in FRAMED, merges=name == "video_llama_3")
+            lined, framed = name in LINED, name in FRAMED
+            return cls(kind, shape, token, 0, merged, patch, lined, framed, merges=name == "video_llama_3")
         size = vision.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(vision, "num_channels", 3)
@@ -145,10 +151,10 @@ class ImageArguments:
         if self.kind not in IN_ROWS:
             return torch.full((len(images),), self.per_tile, device=images.device)
         grids = self.grids(images)
-        if not self.framed:
+        if not self.lined:
             return grids.prod(1) // self.merged
         merged = grids[:, 1:] // round(self.merged**0.5)
-        return merged[:, 0] * (merged[:, 1] + 1) + 2
+        return merged[:, 0] * (merged[:, 1] + 1) + 2 * self.framed
 
     def marks(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Returns the marks of tokens (B, T), int64: 1 for placeholders; for a class that is `prefixed`, for tokens behind the

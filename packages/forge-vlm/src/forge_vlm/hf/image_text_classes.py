@@ -20,7 +20,7 @@ OFFERS = {
 
 @cache
 def records() -> dict[str, Any]:
-    """Returns {"transformers": version, "kinds": {model_type: record}}."""
+    """Returns {"transformers": version, "kinds": {model_type: record}}; "earlier" has kinds that ran under other versions."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 
