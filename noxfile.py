@@ -52,6 +52,8 @@ CLUSTER = {
 SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that Forge supports. The first one is what the distributions require at least."""
+TRANSFORMERS = "5.20"
+"""The oldest release of transformers that the distributions admit. `constraints.txt` has the newest one that was tried."""
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.needs_version = ">=2024.4"
@@ -138,8 +140,9 @@ def newest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def oldest(session: nox.Session) -> None:
-    """Tests with the oldest Python and the oldest torch that Forge supports; downloads gigabytes."""
-    _fast_tests_with(session, ROOT / ".nox" / "oldest", _named_interpreter(session, SUPPORTED[0]), _constraints(TORCHES[0]))
+    """Tests with the oldest Python, the oldest torch and the oldest transformers that Forge supports; downloads gigabytes."""
+    interpreter, constraints = _named_interpreter(session, SUPPORTED[0]), _constraints(TORCHES[0], TRANSFORMERS)
+    _fast_tests_with(session, ROOT / ".nox" / "oldest", interpreter, constraints)
 
 
 @nox.session(venv_backend="none")
@@ -348,12 +351,17 @@ def _install(session: nox.Session, python: str, *arguments: str | Path, constrai
     session.run(python, "-m", "pip", "install", "-qq", "-c", constraints, *arguments, external=True)
 
 
-def _constraints(torch: str) -> Path:
-    """Writes the constraints with another release of torch, such as 2.11, or with any if it is empty; returns the file."""
-    place = ROOT / ".nox" / f"constraints-torch-{torch or 'any'}.txt"
-    lines = [line for line in CONSTRAINTS.open() if not line.startswith("torch==")]
+def _constraints(torch: str, transformers: str = "") -> Path:
+    """Writes the constraints with another release of torch, such as 2.11, or with any if it is empty; returns the file.
+
+    A release of `transformers` replaces that of `constraints.txt`.
+    """
+    releases = {"torch": torch, **({"transformers": transformers} if transformers else {})}
+    names = "-".join(f"{name}-{release or 'any'}" for name, release in releases.items())
+    place = ROOT / ".nox" / f"constraints-{names}.txt"
+    lines = [line for line in CONSTRAINTS.open() if line.partition("==")[0] not in releases]
     place.parent.mkdir(exist_ok=True)
-    place.write_text("".join([*lines, f"torch=={torch}.*\n"] if torch else lines))
+    place.write_text("".join([*lines, *(f"{name}=={release}.*\n" for name, release in releases.items() if release)]))
     return place
 
 
@@ -362,7 +370,8 @@ def _fast_tests_with(session: nox.Session, place: Path, interpreter: str, constr
     there = (place / "bin" / "python").exists()
     python = str(place / "bin" / "python") if there else _new_environment(session, place, interpreter)
     _install(session, python, *options, "torch", *_editable(), *TOOLS, *LIBRARIES, constraints=constraints)
-    session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
+    versions = "print('Python', sys.version, 'torch', torch.__version__, 'transformers', transformers.__version__)"
+    session.run(python, "-c", f"import sys, torch, transformers; {versions}", external=True)
     _pytest(session, FAST, "-n", "2", "--dist", "worksteal", python=python)
 
 

@@ -77,6 +77,19 @@ def test_ci_runs_what_has_to_pass_on_the_oldest_python() -> None:
     assert any(step.get("run", "").endswith("bash .ci/run") for step in job["steps"]) and (ROOT / ".ci" / "run").is_file()
 
 
+def test_the_oldest_releases_that_are_tried_are_what_the_distributions_admit() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text()
+    oldest = re.search(r'^TORCHES = \("([\d.]+)".*^TRANSFORMERS = "([\d.]+)"', noxfile, re.MULTILINE | re.DOTALL)
+    admitted: dict[str, set[str]] = {"torch": set(), "transformers": set()}
+    for project in PROJECTS:
+        content = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+        for requirements in (content["dependencies"], *content.get("optional-dependencies", {}).values()):
+            for requirement in requirements:
+                if found := re.fullmatch(r"(torch|transformers)>=([\d.]+)(,<[\d.]+)?", requirement):
+                    admitted[found[1]].add(found[2])
+    assert oldest and admitted == {"torch": {oldest[1]}, "transformers": {oldest[2]}}
+
+
 def test_every_report_of_a_problem_has_the_state_of_the_machine() -> None:
     templates = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(templates) >= 2
