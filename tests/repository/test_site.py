@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no chromium or google-chrome on the path"),
     pytest.mark.skipif(not (SITE / "searchindex.js").exists(), reason="`nox -s docs` builds the pages"),
 ]
-PAGES = sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html") if not {"_static", "_modules"} & set(page.parts))
+OF_SPHINX = {"_static", "_modules", "genindex.html", "py-modindex.html", "search.html"}
+PAGES = sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html") if not OF_SPHINX & set(page.parts))
 WIDE, PHONE = 1280, 390
 """Widths of a window in CSS pixels."""
 

@@ -19,16 +19,16 @@ DATA = {"forge-fasta": "mkdir genomes && printf '>one\\n%s\\n' ACGTTGCAACGTACGTT
 """Files that the recipe of an example names, and that readers bring."""
 
 folder = Path(sys.argv[1])
+page = (folder / "README.md").read_text()
 with tempfile.TemporaryDirectory() as place:
     here = Path(place) / "examples" / folder.name
     shutil.copytree(folder, here)
     script = [DATA.get(folder.name, "")]
-    for language, text in BLOCK.findall((folder / "README.md").read_text()):
+    for language, text in BLOCK.findall(page):
         if language == "toml":
             whole = text if text.startswith("base = ") else f'base = "debug"\n\n{text}'
             # A part that no receipt proves yet is refused; the command that follows records one.
-            world = 2 if "pp = 2" in text else 1
-            checks = [] if "proofs" in text else [f"forge-train check recipe.toml --world {world}"]
+            checks = [] if "--record" in page else ["forge-train check recipe.toml"]
             script += [f"cat > recipe.toml <<'END'\n{whole}END", *checks]
             continue
         lines = [line for line in text.splitlines() if not line.startswith(("pip install ", "sqlite3 "))]
