@@ -426,7 +426,7 @@ def test_what_is_no_file_of_nanogpt_is_refused(tmp_path: Path) -> None:
     state = of_nanogpt(gpt(bias=True), bias=True)
     torch.save(checkpoint_of(state | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}), file)  # the mask of older files
     assert "positions.weight" in read_nanogpt(file, str(recipe), unsafe=False).tensors
-    recipe.write_text(text)
+    recipe.write_text(text + "nope_every = 2\n")
     with pytest.raises(ForgeError, match=r"model\.attention\.nope_every is not 1: nanoGPT rotates nothing; set it to 1"):
         read_nanogpt(file, str(recipe), unsafe=False)
     recipe.write_text(text.replace("learned_positions = true", "") + "nope_every = 1\n")

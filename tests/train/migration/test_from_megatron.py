@@ -139,6 +139,9 @@ def test_positions(migrated: "Migrate", kind: str, learned: bool | None, every: 
     model = found.recipe["model"]
     assert (model.get("learned_positions"), model["attention"].get("nope_every")) == (learned, every)
     assert ("cannot" in found.kinds("position-embedding-type")) == (kind == "relative")
+    latent = migrated("args.txt", f"--num-layers 2 --multi-latent-attention --position-embedding-type {kind}\n")
+    assert "learned_positions" not in latent.recipe["model"] and "nope_every" not in latent.recipe["model"]["attention"]
+    assert ("cannot" in latent.kinds("position-embedding-type")) == (kind != "rope")
 
 
 def test_expert_ranks_are_data_ranks_in_both(migrated: "Migrate") -> None:
