@@ -14,10 +14,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "myst_nb",  # includes myst_parser
-    "forge_components",
     "forge_api",
     "forge_curves",
-    "forge_faults",
     "forge_notebooks",
 ]
 exclude_patterns = ["_build"]

@@ -1,7 +1,7 @@
 """The table of faults, and of the promises that follow from them: `docs/faults.toml` and the tests that carry the numbers.
 
 Tests are found in the sources, by their names, without being imported: `test_fault_5_...` shows fault 5,
-`test_fault_2_and_7_...` two of them. In a page, `promises` and `faults` draw the tables.
+`test_fault_2_and_7_...` two of them. `reference_tables.py` writes the tables into pages.
 """
 
 import ast
@@ -88,21 +88,3 @@ def _cell(fault: Mapping[str, Any], found: Mapping[int, list[Test]]) -> str:
     for file, name in found[fault["number"]]:
         files[file].append(said(name))
     return "<br>".join(f"`{file.removeprefix('tests/')}`: {'; '.join(names)}" for file, names in files.items())
-
-
-def setup(app: object) -> dict[str, bool]:
-    """Registers the directives `faults` and `promises`."""
-    from docutils import nodes
-    from sphinx.util.docutils import SphinxDirective
-
-    class Faults(SphinxDirective):
-        def run(self) -> list[nodes.Node]:
-            return self.parse_text_to_nodes("\n".join(table_of_faults(tests())))
-
-    class Promises(SphinxDirective):
-        def run(self) -> list[nodes.Node]:
-            return self.parse_text_to_nodes("\n".join(table_of_promises(tests())))
-
-    app.add_directive("faults", Faults)  # type: ignore[attr-defined]
-    app.add_directive("promises", Promises)  # type: ignore[attr-defined]
-    return {"parallel_read_safe": True}

@@ -10,11 +10,17 @@ from forge_train.recipe.load import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_ext"))
 import forge_today
+import reference_tables
 
 
 def test_the_tables_of_the_readme_are_those_of_today() -> None:
     readme = forge_today.README.read_text(encoding="utf-8")
     assert forge_today.written(readme) == readme, "README.md is stale: run `python docs/_ext/forge_today.py`"
+
+
+@pytest.mark.parametrize("file", reference_tables.pages(), ids=lambda file: file.stem)
+def test_tables_of_pages_are_those_of_the_code(file: Path) -> None:
+    assert reference_tables.page(file) == file.read_text(encoding="utf-8"), "run `python docs/_ext/reference_tables.py`"
 
 
 @pytest.mark.parametrize("entry", forge_today.refused(), ids=lambda entry: entry["what"])
