@@ -42,7 +42,8 @@ class Experts(nn.Module):
         width: Dim = "embed",
     ) -> None:
         super().__init__()
-        self.context, self.activation, self.width = context, activation, width
+        self.context, self.activation = context, activation
+        self.width: Dim = width
         self.kernel: ExpertKernel = kernel
         self.gate_proj = unfilled(num_experts, context.ffn_dim, context.dim) if gated else None
         self.up_proj = unfilled(num_experts, context.ffn_dim, context.dim)

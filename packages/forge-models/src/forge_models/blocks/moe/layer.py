@@ -243,7 +243,8 @@ class ExpertLayer(nn.Module):
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Returns the layout of the hidden states, the token mask and the token ids, and of norms and latent projections."""
-        parts = dict.fromkeys(BRANCH_NORMS if self.shape.branch_norms else (), ModuleSpec((STREAM,), (STREAM,)))
+        norms = BRANCH_NORMS if self.shape.branch_norms else ()
+        parts: dict[str, ModuleSpec] = {name: ModuleSpec((STREAM,), (STREAM,)) for name in norms}
         if self.latent_in is not None:
             parts |= {"latent_in": ModuleSpec((STREAM,), (LATENT,)), "latent_out": ModuleSpec((LATENT,), (STREAM,))}
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,)), **parts}

@@ -148,7 +148,8 @@ class SigmoidTopK(nn.Module):
         bias_steps: int | None = None,
     ) -> None:
         super().__init__()
-        self.context, self.scores, self.normalize, self.scaling = context, scores, normalize, scaling
+        self.context, self.normalize, self.scaling = context, normalize, scaling
+        self.scores: RouterScores = scores
         self.n_group, self.topk_group = n_group, n_group if topk_group is None else topk_group
         self.bias_rate, self.bias_schedule, self.bias_steps = bias_rate, bias_schedule, bias_steps
         self.weight = unfilled(context.experts, context.dim)

@@ -34,7 +34,8 @@ class TokenTable(nn.Module):
         super().__init__()
         if not context.vocab_size:
             raise ValueError("router.hash_layers need token ids, but this block processes none; remove hash_layers")
-        self.context, self.scores, self.normalize, self.scaling = context, scores, normalize, scaling
+        self.context, self.normalize, self.scaling = context, normalize, scaling
+        self.scores: RouterScores = scores
         self.weight = unfilled(context.experts, context.dim)
         self.register_buffer("table", torch.full((context.vocab_size, context.top_k), -1))
 
