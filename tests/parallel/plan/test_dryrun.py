@@ -16,6 +16,7 @@ from forge_core.errors import ForgeError, LayoutError, PlanError
 from forge_core.layout import Layout
 from forge_models.blocks import head
 from forge_models.components.attentions import GQA, MLA, IndexedMLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
@@ -544,6 +545,24 @@ def test_an_indexer_keeps_squares_but_not_one_for_each_head() -> None:
     short, long = (kept(model, length) for length in (LENGTH, 2 * LENGTH))
     squares = model.layers * 2 * LENGTH * LENGTH * (4 + 4 + 2 + 1 + 1)
     assert abs(long - 2 * short - squares) < LENGTH * 4
+
+
+COMPRESSED = CompressedMQA(
+    window=64, q_lora_rank=24, o_groups=2, o_lora_rank=16, heavy_rate=16, sparse_rate=4, index_heads=4, index_dim=16, top_k=64
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_of_a_pair"),
+    [("window", 2), ("heavy", 2 * (1 + 1 / 16)), ("sparse", 2 * (1 + 1 / 4) + (4 + 4 + 1 + 1) / 4)],
+)
+def test_compressed_keys_keep_squares_but_not_one_for_each_head(kind: Any, bytes_of_a_pair: float) -> None:
+    """For each pair of a query and a key, compressed ones included, the mask in bf16 as the kernel takes it; and as above what an
+    indexer keeps for each pair of a query and a compressed key."""
+    model = replace(MODEL, kv_heads=None, max_length=2 * LENGTH, attention=replace(COMPRESSED, kinds=(kind, kind)))
+    for gpu in (True, False):
+        short, long = (kept(model, length, gpu=gpu) for length in (LENGTH, 2 * LENGTH))
+        assert abs(long - 2 * short - model.layers * 2 * LENGTH * LENGTH * bytes_of_a_pair) < LENGTH * 4
 
 
 def test_of_plain_attention_both_keep_output_and_log_sum_exp() -> None:

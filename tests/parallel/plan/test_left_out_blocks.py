@@ -9,6 +9,7 @@ import torch
 from forge_core.layout import Layout
 from forge_models.blocks.moe.routers import SigmoidTopK
 from forge_models.components.attentions import GQA, MLA
+from forge_models.components.compressed import CompressedMQA
 from forge_models.components.decoder import DecoderConfig, MTPConfig
 from forge_models.components.experts import HashConfig, MoEConfig, SigmoidTopKConfig
 from forge_models.objectives import CrossEntropy
@@ -62,6 +63,21 @@ MODELS: dict[str, DecoderConfig] = {
     "latent": replace(SHAPE, kv_heads=None, attention=MLA(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)),
     "windows": replace(SHAPE, layers=11, attention=GQA(window=8, global_every=2)),
     "windows of three": replace(SHAPE, layers=17, attention=GQA(window=8, global_every=3)),
+    "compressed keys": replace(
+        SHAPE,
+        layers=14,
+        kv_heads=None,
+        attention=CompressedMQA(
+            window=8,
+            q_lora_rank=8,
+            o_groups=2,
+            o_lora_rank=8,
+            heavy_rate=8,
+            index_heads=3,
+            index_dim=8,
+            top_k=4,
+        ),
+    ),
     "experts": replace(SHAPE, moe=MOE),
     "experts in every second": replace(SHAPE, layers=12, moe=replace(MOE, every=2, first_dense=1)),
     "experts after dense": replace(SHAPE, layers=12, moe=replace(MOE, first_dense=5)),
@@ -117,6 +133,7 @@ CASES: dict[str, Case] = {
     "windows": Case("dp2", (SHARD, Recompute()), "windows"),
     "windows of three": Case("dp2", (SHARD, Recompute(every=2)), "windows of three", whole=True),
     "windows of three, kept": Case("dp2", (SHARD,), "windows of three", accelerator="h100"),
+    "compressed keys": Case("dp2", (SHARD, Recompute()), "compressed keys", documents=True),
     "experts": Case("dp4", (SHARD,), "experts"),
     "experts fp32": Case("1", (), "experts by hash", compute="fp32", micro_batches=2),
     "experts, limited": Case("dp2", (SHARD, Recompute()), "limited experts", documents=True),

@@ -271,6 +271,8 @@ def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         unit = "attention" if states and fits else "heads" if shape.heads % layout.tp else "kv_heads"
         if unit == "kv_heads" and "common_kv_heads" in shape.units:
             unit = "attention.global_kv_heads"
+        if shape.heads % layout.tp == 0 and shape.units.get("output_groups", layout.tp) % layout.tp:
+            unit = "attention.o_groups"
         yield Fault(f"model.{unit}", why, hint="change it, or change parallel.tp")
     for key, rows in dict.fromkeys(split_widths(job.model)):
         if why := shares.rows_refusal(key, rows, layout.tp):

@@ -47,8 +47,8 @@ class TensorPlace:
         step: the part has every `step`-th index of that dimension, from `start` on.
         turned: whether the last two dimensions are exchanged in the checkpoint; `fused` is in the model's order.
         buffer: whether it is a buffer, whose dtype does not follow that of the checkpoint.
-        integers: whether it is a buffer of int64.
         reshaped: shape in the checkpoint if it differs but the order of the elements does not; empty = the same shape.
+        integers: whether it is a buffer of int64.
     """
 
     shape: tuple[int, ...]
@@ -59,8 +59,8 @@ class TensorPlace:
     step: int = 1
     turned: bool = False
     buffer: bool = False
-    integers: bool = False
     reshaped: tuple[int, ...] = ()
+    integers: bool = False
 
     @property
     def theirs(self) -> tuple[int, ...]:
