@@ -41,7 +41,11 @@ def test_one_process_equals_the_class_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FORMS[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMS[3:])])
-def test_every_form_of_images_equals_the_class_itself(kind: str) -> None:
+def test_every_form_of_images_equals_the_class_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    if kind == "llama4":  # whose forward fails in transformers 5.24.0, because its text model returns none
+        monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
     assert walk.error(walk.step_of_transformers(kind), walk.step_of(kind, "dp1", together=2)) < 5e-6
 
 

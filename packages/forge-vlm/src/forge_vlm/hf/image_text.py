@@ -339,15 +339,12 @@ def _around_text(module: Any, anatomy: Anatomy) -> Anatomy:
     """Returns the anatomy of a class around a text model with a head of its own, whose body is the class itself.
 
     Raises:
-        Unsupported: the loss would need whole logits.
+        Unsupported: the loss would need whole logits, or the forward of the class fails.
     """
     head = module.get_output_embeddings()
-    try:
-        with replaced((module, partial(type(module).original.forward, module))):
-            text = module.get_decoder()
-            _, scale, soft_cap = head_of(module, getattr(text, "model", text), head, embedded=True)
-    except Unsupported as cause:
-        raise Unsupported(f"{type(module).__name__} is refused: {anatomy.why_whole}") from cause
+    with replaced((module, partial(type(module).original.forward, module))):
+        text = module.get_decoder()
+        _, scale, soft_cap = head_of(module, getattr(text, "model", text), head, embedded=True)
     path = next(path for path, part in module.named_modules() if part is head)
     found = replace(anatomy, body="", head=path, rest=(), scale=scale, soft_cap=soft_cap, width=head.in_features)
     return replace(found, why_whole="")
