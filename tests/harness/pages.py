@@ -122,7 +122,7 @@ def run_shell(commands: str, directory: Path, programs: Path | None = None) -> s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
