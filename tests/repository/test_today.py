@@ -18,7 +18,7 @@ def test_the_tables_of_the_readme_are_those_of_today() -> None:
     assert forge_today.written(readme) == readme, "README.md is stale: run `python docs/_ext/forge_today.py`"
 
 
-@pytest.mark.parametrize("file", reference_tables.pages(), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", list(reference_tables.pages()), ids=lambda file: file.stem)
 def test_tables_of_pages_are_those_of_the_code(file: Path) -> None:
     assert reference_tables.page(file) == file.read_text(encoding="utf-8"), "run `python docs/_ext/reference_tables.py`"
 

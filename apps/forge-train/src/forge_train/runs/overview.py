@@ -111,7 +111,9 @@ def run_directories(place: Path) -> list[Path]:
         DataError: the place is not a directory, or there is no run.
     """
     if not place.is_dir():
-        raise DataError(f"{place} is not a directory: give a folder of runs, or a run's directory; forge-train run makes runs/NAME")
+        raise DataError(
+            f"{place} is not a directory: give a folder of runs, or a run's directory; forge-train run makes runs/NAME"
+        )
     if found := sorted(_below(place, DEEPEST, {_number_of(place.stat())})):
         return found
     raise DataError(f"{place} has no run: no directory in it has {METRICS}; give a folder of runs, or a run's directory")
