@@ -216,7 +216,7 @@ def _error(
 
     names = "the output", "the state", *(f"the gradient of {name}" for name in inputs)
     worst, what = 0.0, names[0]
-    with torch.enable_grad(), current(device):
+    with current(device):
         for documents in (packed, None):
             for name, found, expected in zip(names, results(documents, False), results(documents, True), strict=True):
                 error = ((found.double() - expected).norm() / expected.norm()).item()
