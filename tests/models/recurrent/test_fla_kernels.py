@@ -24,6 +24,7 @@ from forge_models.checks import recurrent_kernels_fit
 from forge_models.components.kimi_delta import KDA
 from forge_models.components.recurrent import GDN, Hybrid
 from forge_models.components.state_space import Mamba2
+from forge_parallel.torch_private import FakeTensorMode
 
 KERNELS = {"delta": GATED_DELTA, "channels": CHANNEL_DELTA, "space": STATE_SPACE}
 CALLS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -209,6 +210,13 @@ def test_what_a_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="needs a CUDA device, and this is cpu; set kernel = 'torch'"):
         CALLS["delta"](*inputs("delta"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_dry_run_needs_no_kernel(name: str) -> None:
+    with FakeTensorMode() as mode:
+        out, after = CALLS[name](*(mode.from_tensor(x) for x in inputs(name)))
+    assert (out.shape, after.shape) == ((2, 20, 4, 3), (2, 4, 5, 3))
 
 
 LAYERS = {"gated_delta_net": GDN(conv_width=2), "kimi_delta": KDA(conv_width=2), "mamba2": Mamba2(heads=4, state_dim=6)}
