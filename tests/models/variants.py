@@ -25,7 +25,7 @@ LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_h
 
 INDEXED = LATENT | {"q_lora_rank": 16, "index_heads": 5, "index_dim": 8, "top_k": 4}
 
-COMPRESSED = {"window": 4, "q_lora_rank": 16, "o_groups": 3, "o_lora_rank": 8, "sparse_rate": 2, "heavy_rate": 3}
+COMPRESSED = {"window": 4, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 9, "sparse_rate": 2, "heavy_rate": 3}
 COMPRESSED |= {"index_heads": 5, "index_dim": 12, "top_k": 2}
 
 SMALL: dict[tuple[str, str], dict[str, Any]] = {

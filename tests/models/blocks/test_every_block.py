@@ -66,7 +66,7 @@ def test_specs_are_complete_and_fit(name):
     if name == "sinks":
         sizes["heads"] = {6, 6 * head}
     if name.startswith("compressed_"):
-        sizes["heads"] = {6, 6 * head, 3 * 8}  # of sinks, of queries, and of groups of heads
+        sizes["heads"] = {6, 6 * head, 2 * 9}  # of sinks, of queries, and of groups of heads
     if name in LATENTS:
         sizes["heads"] = {6 * 10, 6 * 12, 6 * 18}  # of queries, values, and keys with values
     if "state_heads" in specs.units:
