@@ -293,6 +293,7 @@ def test_taps_hear_every_value_and_change_nothing(make, tokens):
     others = (
         "router",
         "shared",
+        "experts",
         "norm",
         "layer_input",
         *(f"attention.{part}" for part in ("latent", "gate", "beta", "log_decay")),
