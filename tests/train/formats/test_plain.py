@@ -130,7 +130,7 @@ def test_a_buffer_may_be_missing(tmp_path: Path) -> None:
         def build(self) -> torch.nn.Module:
             module: Any = torch.nn.Linear(2, 2, bias=False)
             module.register_buffer("count", torch.zeros(()))
-            module.specs = lambda: type("Specs", (), {"ties": {}})
+            module.specs = lambda: type("Specs", (), {"ties": {}, "tensors": {}})
             return module
 
     weight = {"weight": StoredTensor((2, 2), "float32")}

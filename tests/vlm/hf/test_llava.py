@@ -153,7 +153,7 @@ def of_family(case: str, **changes: Any) -> Any:
     return found
 
 
-NOT_INSIDE = ("gemma4_text", "gpt2", "gpt_neox", "kimi_linear", "nemotron_h", "olmo_hybrid")
+NOT_INSIDE = ("deepseek_v4", "gemma4_text", "gpt2", "gpt_neox", "kimi_linear", "nemotron_h", "olmo_hybrid")
 """Families whose tensors have names of their own, which are not known inside of another model."""
 SCALED = {"cohere": "logit_scale", "cohere2": "logit_scale", "granite": "logits_scaling"}
 """Family -> key of a factor on its logits."""
