@@ -71,7 +71,7 @@ LAYOUTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dp_recompute": ("dp2", (Recompute(), FullyShard())),
 }
 SLOW = ("tp4", "tp_whole", "cp_ring", "tp_cp_recompute", "dp_recompute", "cp_ulysses", "recompute_full")
-FAST_OF_OTHERS = ("tp", "cp", "pp", "tp_cp")
+FAST_OF_OTHERS = ("pp", "tp_cp")
 
 
 def _measured(name: str, kind: str) -> Measurement:

@@ -136,9 +136,10 @@ FIRST_STAGE = ("shared keys and values", "inputs of layers")
 """Decoders whose blocks take more than the residual stream, which a pipeline does not send."""
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [(model, layout) for model in DECODERS for layout in ROWS if layout != "pp2" or model not in FIRST_STAGE]
-)
+RUNS = [(model, layout) for model in DECODERS for layout in ROWS if layout != "pp2" or model not in FIRST_STAGE]
+
+
+@pytest.mark.parametrize(("model", "layout"), fast(*(run for run in RUNS if run[1] == "tp2"), of=RUNS))
 def test_options_of_published_families_equal_one_process(world: World, model: str, layout: str) -> None:
     row = ROWS[layout]
     case = replace(case_of(row), build=DECODERS[model].build)

@@ -87,7 +87,13 @@ sys.exit(run_local_ranks(command, [0, 1], grace=60).code)
 """
 
 
-@pytest.mark.parametrize(("key", "code"), [("--train.max_steps=2", 0), ("--train.max_stepz=2", 2)], ids=["runs", "refused"])
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [
+        pytest.param("--train.max_steps=2", 0, id="runs", marks=pytest.mark.slow),
+        pytest.param("--train.max_stepz=2", 2, id="refused"),
+    ],
+)
 def test_ranks_of_another_launcher_print_one_document_and_are_refused_together(tmp_path: Path, key: str, code: int) -> None:
     """None of them waits for a rank that has refused by itself: it would wait for a minute."""
     done = commands.run("-c", RANKS, key, cwd=tmp_path, timeout=40)
