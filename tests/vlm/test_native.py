@@ -38,7 +38,6 @@ from forge_vlm.images.processing import Native
 from forge_vlm.images.tiling import Tiling
 from forge_vlm.model import VisionLanguageModel
 from harness.pool import World
-from harness.siblings import fast
 from train.runs import prepared, train
 from vlm.encoders.test_flexible import MOST, PATCH, photo, stored
 from vlm.tiny import EXPERTS, PARTS, SIZES, build
@@ -306,7 +305,8 @@ def settings(tower: Path, corpus: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("fusion", fast("cross_attention", of=["joint_decoder", "cross_attention"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention"])
 def test_a_run_on_two_ranks_is_that_of_one(world: World, tower: Path, corpus: Path, tmp_path: Path, fusion: str) -> None:
     """Rows have other numbers of images and patches, some none."""
     chosen = f"--model.fusion={{name='{fusion}'{', every=2' if fusion == 'cross_attention' else ''}}}"

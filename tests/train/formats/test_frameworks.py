@@ -404,15 +404,17 @@ def test_a_file_of_nanogpt_computes_what_transformers_does(
         assert_computes(again, GPT2LMHeadModel.from_pretrained(tmp_path / "hf"))
 
 
+SMALL_GPT = (
+    '[model]\nname = "decoder"\ndim = 32\nlayers = 2\nheads = 4\nffn_dim = 128\nvocab_size = 61\nmax_length = 64\n'
+    'tied_embeddings = true\nlearned_positions = true\n[model.norm]\nname = "layernorm"\n'
+    '[model.mlp]\nname = "gelu"\nexact = true\nbias = true\n'
+    '[model.attention]\nname = "gqa"\nqkv_bias = true\noutput_bias = true\n'
+)
+
+
 def test_what_is_no_file_of_nanogpt_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "gpt.toml"
-    text = (
-        '[model]\nname = "decoder"\ndim = 32\nlayers = 2\nheads = 4\nffn_dim = 128\nvocab_size = 61\nmax_length = 64\n'
-        'tied_embeddings = true\nlearned_positions = true\n[model.norm]\nname = "layernorm"\n'
-        '[model.mlp]\nname = "gelu"\nexact = true\nbias = true\n'
-        '[model.attention]\nname = "gqa"\nqkv_bias = true\noutput_bias = true\n'
-    )
-    recipe.write_text(text + "nope_every = 1\n")
+    recipe.write_text(SMALL_GPT + "nope_every = 1\n")
     with pytest.raises(ForgeError, match=r"ckpt\.pt does not exist; pass the file of nanoGPT"):
         read_nanogpt(tmp_path, str(recipe), unsafe=False)
     file = tmp_path / "ckpt.pt"
@@ -423,16 +425,22 @@ def test_what_is_no_file_of_nanogpt_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"no archive")
     with pytest.raises(ForgeError, match="could not be unpickled"):
         read_nanogpt(file, str(recipe), unsafe=False)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_not_the_model_of_a_file_of_nanogpt_is_refused(tmp_path: Path) -> None:
+    recipe, file = tmp_path / "gpt.toml", tmp_path / "ckpt.pt"
+    recipe.write_text(SMALL_GPT + "nope_every = 1\n")
     state = of_nanogpt(gpt(bias=True), bias=True)
     torch.save(checkpoint_of(state | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}), file)  # the mask of older files
     assert "positions.weight" in read_nanogpt(file, str(recipe), unsafe=False).tensors
-    recipe.write_text(text + "nope_every = 2\n")
+    recipe.write_text(SMALL_GPT + "nope_every = 2\n")
     with pytest.raises(ForgeError, match=r"model\.attention\.nope_every is not 1: nanoGPT rotates nothing; set it to 1"):
         read_nanogpt(file, str(recipe), unsafe=False)
-    recipe.write_text(text.replace("learned_positions = true", "") + "nope_every = 1\n")
+    recipe.write_text(SMALL_GPT.replace("learned_positions = true", "") + "nope_every = 1\n")
     with pytest.raises(ForgeError, match=r"transformer\.wpe\.weight: not in the model"):
         read_nanogpt(file, str(recipe), unsafe=False)
-    recipe.write_text(text.replace("heads = 4", "heads = 4\nkv_heads = 2") + "nope_every = 1\n")
+    recipe.write_text(SMALL_GPT.replace("heads = 4", "heads = 4\nkv_heads = 2") + "nope_every = 1\n")
     with pytest.raises(ForgeError, match=r"k_proj\.weight: shape \(32, 32\), in the model \(16, 32\)"):
         read_nanogpt(file, str(recipe), unsafe=False)
     with pytest.raises(ForgeError, match="does not write them; write the format hf"):
