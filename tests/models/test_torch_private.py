@@ -41,3 +41,13 @@ def test_a_product_by_onednn_is_that_of_torch() -> None:
     draw = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(5, 7, generator=draw), torch.randn(3, 7, generator=draw)
     torch.testing.assert_close(private.onednn_product(rows, weight), rows @ weight.T)
+
+
+def test_a_write_in_place_is_seen() -> None:
+    x = torch.zeros(3)
+    before = private.version_of(x)
+    assert private.version_of(x) == before
+    x[:1] = 1
+    assert private.version_of(x) != before
+    with torch.inference_mode():
+        assert private.version_of(torch.zeros(3)) != private.version_of(torch.zeros(3))  # writes are not counted there

@@ -18,6 +18,12 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view
 assert_async: Callable[[Tensor, str], None] = torch._assert_async
 
 
+def version_of(tensor: Tensor) -> object:
+    """Returns a value that differs after each write into a tensor in place, so that what was derived from it is known to be stale.
+    In inference mode torch does not count writes, and each call returns another value."""
+    return object() if tensor.is_inference() else tensor._version
+
+
 def onednn_product(rows: Tensor, weight: Tensor) -> Tensor:
     """Returns rows @ weight.T from oneDNN: (n, inputs), (outputs, inputs) -> (n, outputs), fp32 on a CPU. `torch.mm` uses MKL."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")

@@ -3,7 +3,7 @@
 The functions have the arguments and results of `gated_delta_rule`, `channel_delta_rule` and `state_space`. The kernels multiply
 in TF32 or in 16 bits, and choose their tiles by timing them, so results differ from those of plain torch by rounding.
 
-A kernel serves nothing before it has passed a test: on a small input with the widths, dtype and device of the model, values and
+A kernel is used only after it has passed a test: on a small input with the widths, dtype and device of the model, values and
 gradients must equal those of plain torch in fp64. Documents of a row are separate sequences for a kernel, and the host reads
 where they begin, once per batch.
 """
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from math import inf, isnan
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from forge_models.accelerator import current, is_nvidia
 from forge_models.blocks import channel_delta, delta_rule, state_space
 from forge_models.blocks.chunks import CHUNK
+from forge_models.torch_private import version_of
 
 NEEDS = "pip install 'forge-models[fla]', or set kernel = 'torch'"
 ERRORS = {torch.float32: 0.01, torch.bfloat16: 0.03, torch.float16: 0.01}
@@ -146,16 +148,19 @@ class _Sequences(NamedTuple):
     last: Tensor
 
 
-_known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # the layers of a model, and recomputation, share the documents of a batch
+_known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""Documents of a batch, which the layers of a model and recomputation share -> their version and `_Sequences`."""
 
 
 def _sequences(documents: Tensor) -> _Sequences:
-    if documents not in _known:
+    version, places = _known.get(documents, (None, None))
+    if version != version_of(documents):  # new, or overwritten by another batch
         borders = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         starts = F.pad(borders.flatten().nonzero().squeeze(1), (0, 1), value=documents.numel())
         ends = borders.sum(1).cumsum(0)
-        _known[documents] = _Sequences(starts.int(), F.pad(ends[:-1], (1, 0)), ends - 1)
-    return _known[documents]
+        places = _Sequences(starts.int(), F.pad(ends[:-1], (1, 0)), ends - 1)
+        _known[documents] = version_of(documents), places
+    return places
 
 
 @cache
@@ -177,7 +182,7 @@ def prove(
         raise ValueError(f"kernel = 'fla' needs flash-linear-attention ({error}): {NEEDS}") from error
     with ThreadPoolExecutor(1) as thread:  # without the modes of the caller: recomputation would count the tensors of the test
         worst, what = thread.submit(_error, kernel, device, dtype, key_heads, heads, key_width, value_width).result()
-    if not worst <= ERRORS[dtype]:  # NaN too
+    if worst > ERRORS[dtype]:
         raise ValueError(
             f"{kernel.function} of flash-linear-attention gives other numbers than plain torch here: in {dtype}, with heads of "
             f"{key_width} and {value_width}, the relative error of {what} is {worst:.2g}, and {ERRORS[dtype]} is the limit; "
@@ -188,7 +193,7 @@ def prove(
 def _error(
     kernel: RuleKernel, device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_width: int, value_width: int
 ) -> tuple[float, str]:
-    """Returns the largest relative error of a value or gradient of the kernel, and its name."""
+    """Returns the largest relative error of a value or gradient of the kernel, infinite for NaN, and its name."""
     draw, rows, length = torch.Generator().manual_seed(0), 2, 2 * CHUNK + 5
 
     def normal(*shape: int) -> Tensor:
@@ -220,6 +225,6 @@ def _error(
         for documents in (packed, None):
             for name, found, expected in zip(names, results(documents, False), results(documents, True), strict=True):
                 error = ((found.double() - expected).norm() / expected.norm()).item()
-                if not error <= worst:  # NaN too
+                if (error := inf if isnan(error) else error) > worst:
                     worst, what = error, name
     return worst, what
