@@ -19,8 +19,8 @@ assert_async: Callable[[Tensor, str], None] = torch._assert_async
 
 
 def version_of(tensor: Tensor) -> object:
-    """Returns a value that differs after each write into a tensor in place, so that what was derived from it is known to be stale.
-    In inference mode torch does not count writes, and each call returns another value."""
+    """Returns a value that changes with each write into a tensor in place. In inference mode torch does not count writes, and
+    each call returns another value."""
     return object() if tensor.is_inference() else tensor._version
 
 
