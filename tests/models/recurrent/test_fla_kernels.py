@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_models import DecoderConfig, initialize
 from forge_models.blocks import fla_kernels
@@ -196,7 +197,7 @@ def faulty(fault: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def test_a_kernel_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, fault: str) -> None:
     install(monkeypatch)
     setattr(sys.modules[KERNELS[name].module], KERNELS[name].function, faulty(fault))
-    with pytest.raises(ValueError, match=r"gives other numbers than plain torch here.*set kernel = 'torch'"):
+    with pytest.raises(ForgeError, match=r"gives other numbers than plain torch here.*set kernel = 'torch'"):
         CALLS[name](*inputs(name))
 
 
@@ -213,18 +214,18 @@ def test_the_test_of_a_kernel_is_no_part_of_the_graph_and_leaves_the_random_stat
 
 def test_without_gradients_the_kernel_is_tested_too(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, faulty("loses gradients"))
-    with torch.no_grad(), pytest.raises(ValueError, match=r"the gradient of g"):
+    with torch.no_grad(), pytest.raises(ForgeError, match=r"the gradient of g"):
         CALLS["delta"](*inputs("delta"))
 
 
 def test_what_a_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
-    with pytest.raises(ValueError, match=r"needs flash-linear-attention .*pip install 'forge-models\[fla\]'"):
+    with pytest.raises(ForgeError, match=r"needs flash-linear-attention .*pip install 'forge-models\[fla\]'"):
         CALLS["delta"](*inputs("delta"))
-    with pytest.raises(ValueError, match=r"not in torch\.float64; set kernel = 'torch'"):
+    with pytest.raises(ForgeError, match=r"not in torch\.float64; set kernel = 'torch'"):
         CALLS["delta"](*inputs("delta", torch.float64))
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match="needs a CUDA device, and this is cpu; set kernel = 'torch'"):
+    with pytest.raises(ForgeError, match="needs a CUDA device, and this is cpu; set kernel = 'torch'"):
         CALLS["delta"](*inputs("delta"))
 
 

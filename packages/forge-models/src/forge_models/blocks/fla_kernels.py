@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from forge_core.errors import ForgeError
 from forge_models.accelerator import current, is_nvidia
 from forge_models.blocks import channel_delta, delta_rule, state_space
 from forge_models.blocks.chunks import CHUNK
@@ -93,7 +94,7 @@ def run(kernel: RuleKernel, given: Sequence[Tensor], documents: Tensor | None, s
         state: (B, heads, key width, value width) state before the first token; zeros if None.
 
     Raises:
-        ValueError: there is no kernel for the device or the dtype, flash-linear-attention is not installed, or its kernel has
+        ForgeError: there is no kernel for the device or the dtype, flash-linear-attention is not installed, or its kernel has
             failed its test.
     """
     _, k, v, *_ = given
@@ -153,13 +154,14 @@ _known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 
 
 def _sequences(documents: Tensor) -> _Sequences:
-    version, places = _known.get(documents, (None, None))
-    if version != version_of(documents):  # new, or overwritten by another batch
-        borders = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        starts = F.pad(borders.flatten().nonzero().squeeze(1), (0, 1), value=documents.numel())
-        ends = borders.sum(1).cumsum(0)
-        places = _Sequences(starts.int(), F.pad(ends[:-1], (1, 0)), ends - 1)
-        _known[documents] = version_of(documents), places
+    known: tuple[object, _Sequences] | None = _known.get(documents)
+    if known is not None and known[0] == version_of(documents):  # otherwise another batch has overwritten them
+        return known[1]
+    borders = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    starts = F.pad(borders.flatten().nonzero().squeeze(1), (0, 1), value=documents.numel())
+    ends = borders.sum(1).cumsum(0)
+    places = _Sequences(starts.int(), F.pad(ends[:-1], (1, 0)), ends - 1)
+    _known[documents] = version_of(documents), places
     return places
 
 
@@ -170,20 +172,20 @@ def prove(
     """Tests a kernel on the device, once for each dtype, number of heads and width.
 
     Raises:
-        ValueError: see `run`.
+        ForgeError: see `run`.
     """
     if dtype not in ERRORS:
-        raise ValueError(f"kernel = 'fla' computes in bf16, fp16 or fp32, not in {dtype}; set kernel = 'torch'")
+        raise ForgeError(f"kernel = 'fla' computes in bf16, fp16 or fp32, not in {dtype}; set kernel = 'torch'")
     if not is_nvidia(device) and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"kernel = 'fla' needs a CUDA device, and this is {device}; set kernel = 'torch'")
+        raise ForgeError(f"kernel = 'fla' needs a CUDA device, and this is {device}; set kernel = 'torch'")
     try:
         importlib.import_module(kernel.module)
     except ImportError as error:
-        raise ValueError(f"kernel = 'fla' needs flash-linear-attention ({error}): {NEEDS}") from error
+        raise ForgeError(f"kernel = 'fla' needs flash-linear-attention ({error}): {NEEDS}") from error
     with ThreadPoolExecutor(1) as thread:  # without the modes of the caller: recomputation would count the tensors of the test
         worst, what = thread.submit(_error, kernel, device, dtype, key_heads, heads, key_width, value_width).result()
     if worst > ERRORS[dtype]:
-        raise ValueError(
+        raise ForgeError(
             f"{kernel.function} of flash-linear-attention gives other numbers than plain torch here: in {dtype}, with heads of "
             f"{key_width} and {value_width}, the relative error of {what} is {worst:.2g}, and {ERRORS[dtype]} is the limit; "
             "set kernel = 'torch', or try another release of flash-linear-attention or of Triton"
