@@ -15,7 +15,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "myst_nb",  # includes myst_parser
     "forge_api",
-    "forge_curves",
     "forge_notebooks",
 ]
 exclude_patterns = ["_build"]

@@ -1,78 +1,67 @@
-"""Pictures of learning-rate schedules, drawn by the schedules themselves when the pages are built.
+"""Picture of the learning-rate schedules for their page, drawn by the schedules themselves.
 
-In a page, `curves` draws one chart for every schedule that is installed: the factor of each step of a run of 1000, a line
-for each of the settings that the schedule gives as its examples. `python docs/_ext/forge_curves.py NAME FILE.svg` writes one
-to a file.
+`python docs/_ext/forge_curves.py` writes `docs/concepts/schedules.svg`: a chart for every installed schedule with the factor
+over a run of 1000 steps, a line for each of the settings that the schedule gives as its examples. A test compares the file.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from line_chart import Line, chart
+from line_chart import HEIGHT, WIDTH, Line, chart
 
 from forge_core.component import Component
 from forge_core.registry import Registry
 
-STEPS = 1000
+PICTURE = Path(__file__).parents[1] / "concepts" / "schedules.svg"
+STEPS, SHOWN = 1000, 4
+"""Steps of the run, and how far apart the drawn ones are."""
+COLUMNS, GAP = 2, 24
 COLORS = ("#2563eb", "#c2410c", "#15803d", "#7c3aed")
-"""Read well on a light and on a dark page."""
+STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#1c2330}.tick,.axis{fill:#5d6675}.title{font-size:14px;font-weight:600}"
+    ".grid{stroke:#dfe4ea}.line{fill:none;stroke-width:1.8}"
+    + "".join(f".c{number}{{stroke:{color}}}" for number, color in enumerate(COLORS))
+)
 
 
-def pictures() -> Iterator[tuple[str, str]]:
-    """(name, SVG) of every schedule of the registry, by name."""
+def picture() -> str:
+    """SVG with the charts of all schedules, two in a row."""
+    drawn = list(charts())
+    rows = -(-len(drawn) // COLUMNS)
+    width, height = COLUMNS * (WIDTH + GAP) + GAP, rows * (HEIGHT + GAP) + GAP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="Schedules">',
+        f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for number, (_, svg) in enumerate(drawn):
+        x, y = GAP + number % COLUMNS * (WIDTH + GAP), GAP + number // COLUMNS * (HEIGHT + GAP)
+        parts.append(svg.replace("<svg ", f'<svg x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" ', 1))
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def charts() -> Iterator[tuple[str, str]]:
+    """Yields (name, SVG) of every schedule of the registry, by name."""
     registry = Registry()
     for entry in registry.of("forge.schedules"):
-        yield entry.name, picture(entry.name, registry.load_entry(entry))
-
-
-def picture(name: str, schedule: type[Component]) -> str:
-    """SVG with the curves of a schedule's examples over a run of `STEPS` steps."""
-    with TemporaryDirectory() as folder:
-        examples = list(schedule.examples(Path(folder)))[: len(COLORS)]
-    lines = [Line(settings(example), curve(example)) for example in examples]
-    drawn = chart(name, lines, x=f"step of {STEPS}")
-    return drawn.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" class="curves {name}" ', 1).replace(
-        ">", f">{style()}", 1
-    )
+        with TemporaryDirectory() as folder:
+            examples = list(registry.load_entry(entry).examples(Path(folder)))[: len(COLORS)]
+        lines = [Line(settings(example), curve(example)) for example in examples]
+        yield entry.name, chart(entry.name, lines, x=f"step of {STEPS}")
 
 
 def curve(schedule: Component) -> list[tuple[float, float]]:
-    """(step, factor) of every step of the run."""
+    """Returns (step, factor) of every step that is drawn; the last one is the last step of the run."""
     factor = schedule.build(STEPS)
-    return [(float(step), factor(step)) for step in range(STEPS)]
+    return [(float(step), factor(step)) for step in (*range(0, STEPS, SHOWN), STEPS - 1)]
 
 
 def settings(schedule: Component) -> str:
-    """What differs from the defaults, but the warm-up: `shape = "cosine"`; `by default` where nothing does."""
+    """Returns what differs from the defaults, except for the warm-up: `shape = cosine`; `by default` where nothing does."""
     changed = [item.name for item in fields(schedule) if getattr(schedule, item.name) != item.default and item.name != "warmup"]
     return ", ".join(f"{name} = {getattr(schedule, name)}" for name in changed) or "by default"
 
 
-def style() -> str:
-    """Colors of the lines; text takes the page's color."""
-    colors = "".join(f".curves .c{number}{{stroke:{color}}}" for number, color in enumerate(COLORS))
-    return (
-        "<style>.curves{max-width:720px;font-family:system-ui,sans-serif}.curves text{fill:currentColor;font-size:12px}"
-        ".curves .title{font-weight:600;font-size:14px}.curves .axis{font-weight:400}"
-        f".curves .grid{{stroke:currentColor;opacity:.15}}.curves .line{{fill:none;stroke-width:1.8}}{colors}</style>"
-    )
-
-
-def setup(app: object) -> dict[str, bool]:
-    """Registers the directive `curves`."""
-    from docutils import nodes
-    from sphinx.util.docutils import SphinxDirective
-
-    class Curves(SphinxDirective):
-        def run(self) -> list[nodes.Node]:
-            return [nodes.raw("", svg, format="html") for _, svg in pictures()]
-
-    app.add_directive("curves", Curves)  # type: ignore[attr-defined]
-    return {"parallel_read_safe": True}
-
-
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(dict(pictures())[sys.argv[1]], encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -247,20 +248,23 @@ def test_cycles_that_do_not_fit_are_refused_before_anything_starts() -> None:
         CosineRestarts(cycles=3, peak=0.5, min_ratio=0.3)
 
 
-def test_the_pages_have_a_picture_of_every_schedule(monkeypatch) -> None:
-    """Drawn by the schedules: a line for each example, the same at every build."""
+def test_the_page_has_a_picture_of_every_schedule(monkeypatch) -> None:
+    """Drawn by the schedules: a line for each example."""
     root = Path(__file__).parents[3]
     monkeypatch.syspath_prepend(str(root / "docs" / "_ext"))
     curves = importlib.import_module("forge_curves")
-    drawn = dict(curves.pictures())
+    drawn = dict(curves.charts())
     assert drawn.keys() == REGISTERED.keys()
-    assert drawn == dict(curves.pictures())
     page = (root / "docs/concepts/training.md").read_text()
-    assert ":::{curves}" in page
+    assert f"]({curves.PICTURE.name})" in page
     for name, svg in drawn.items():
         assert f"| `{name}` |" in page, "its closed form is on the page"
         picture = ElementTree.fromstring(svg)
         points = [line.get("points", "") for line in picture.iter() if line.tag.endswith("polyline")]
         assert len(points) == len(list(REGISTERED[name].examples(Path()))), name
-    assert curves.curve(Linear())[250] == (250.0, 0.75)
+    number = re.compile(r"\d+\.\d")  # positions are rounded, and the last bit of a cosine differs between machines
+    stored, now = curves.PICTURE.read_text(), curves.picture()
+    assert number.sub("", stored) == number.sub("", now), "run `python docs/_ext/forge_curves.py`"
+    assert [float(n) for n in number.findall(now)] == pytest.approx([float(n) for n in number.findall(stored)], abs=0.11)
+    assert curves.curve(Linear())[62:64] == [(248.0, 0.752), (252.0, 0.748)]
     assert curves.settings(Wsd(warmup=50, shape="sqrt")) == "shape = sqrt"
