@@ -34,9 +34,9 @@ LIBRARIES = (
     *("h5py", "ipykernel", "matplotlib", "nbclient", "scikit-learn", "scipy", "xarray", "zarr"),
 )
 TRITON = "triton==3.7.1"
+"""The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 FLA = ("fla-core==0.6.0", "einops==0.8.2")
 """Kernels of recurrent layers, which the rehearsal runs in Triton's interpreter."""
-"""The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 DOCUMENTATION = ("furo", "myst-nb", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
 EVERY = "slow or not slow"
