@@ -176,7 +176,79 @@ def test_a_wrong_file_is_refused_with_what_to_do(tmp_path: Path, case: str) -> N
     assert all(words in fault.message for words in told), fault.message
 
 
-def test_a_list_of_plugins_is_told_where_the_file_belongs(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('base = "debug"\nplugins = ["./mine.py"]\n')
-    with pytest.raises(ConfigError, match=r'name = "\./file\.py:ClassName"'):
+PARTS = SCHEDULE.format(scale=1) + NORM
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    """`run.toml` names `Constant` and `Plain` of `lab/parts.py`, which the base `lab/base.toml` lists."""
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "parts.py").write_text(PARTS)
+    base = TINY.replace('name = "cosine"\nwarmup = 2', 'name = "Constant"')
+    (tmp_path / "lab" / "base.toml").write_text('plugins = ["./parts.py"]\n' + base)
+    (tmp_path / "run.toml").write_text('base = "lab/base.toml"\n\n[model]\nnorm = {name = "Plain"}\n[schedule]\nfactor = 0.5\n')
+    return tmp_path
+
+
+def test_classes_of_listed_files_need_no_file_name(listed: Path) -> None:
+    recipe = load_recipe(listed / "run.toml")
+    place = listed / "lab" / "parts.py"
+    assert (type(recipe.job.schedule).__name__, recipe.job.schedule.factor) == ("Constant", 0.5)
+    assert {("forge.schedules", f"{place}:Constant"), ("forge.norms", f"{place}:Plain")} <= set(recipe.used)
+
+
+def test_a_run_keeps_the_full_names_of_listed_classes(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(listed)
+    train(Path("run.toml"), ["--job.dir=out", "--train.max_steps=2"])
+    kept = (listed / "out" / "config.toml").read_text()
+    assert "plugins" not in kept and f'name = "{listed / "lab" / "parts.py"}:Constant"' in kept
+    assert [file.read_text() for file in (listed / "out" / PLUGIN_FILES).rglob("*.py")] == [PARTS]
+
+
+def test_a_listed_class_is_named_on_the_command_line_and_the_list_given_there(listed: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.py").write_text(SCHEDULE.format(scale=3).replace("class Constant", "class Triple"))
+    recipe = load_recipe(listed / "run.toml", ["--schedule.name=Triple", '--plugins=["more.py"]', "--schedule.factor=2"])
+    assert recipe.job.schedule.build(10)(0) == 6
+    assert load_recipe(Path("lab/base.toml"), ["--model.norm.name=Plain"]).job.model.norm.__class__.__name__ == "Plain"
+
+
+def test_a_listed_file_runs_only_if_a_class_of_it_is_chosen(listed: Path) -> None:
+    (listed / "lab" / "parts.py").write_text(PARTS + "\nraise SystemExit('ran')\n")
+    load_recipe(listed / "lab" / "base.toml", ["--schedule.name=constant"])
+    with pytest.raises(ConfigError, match="ran"):
+        load_recipe(listed / "lab" / "base.toml")
+
+
+def test_names_of_other_keys_are_no_classes(listed: Path) -> None:
+    assert load_recipe(listed / "run.toml", ["--job.name=Constant"]).job.job.name == "Constant"
+
+
+LISTS = {
+    "no list": ('"./parts.py"', "plugins", "expected a list of Python files"),
+    "no text": ("[1]", "plugins", "expected a list of Python files"),
+    "a module": ('["my.parts"]', "plugins.0", "entry points"),
+    "absent": ('["./parts.py", "./part.py"]', "plugins.1", "did you mean 'parts.py'?"),
+    "no Python": ('["./wrong.py"]', "plugins.0", "line 1"),
+    "without a class": ('["./empty.py"]', "plugins.0", "defines no class"),
+    "two meanings": ('["./parts.py", "./other.py"]', "schedule.name", "other.py:Constant'"),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_a_wrong_list_of_plugins_is_refused_with_what_to_do(tmp_path: Path, case: str) -> None:
+    plugins, key, told = LISTS[case]
+    for name, content in {"parts": PARTS, "other": PARTS, "wrong": "def x(:\n", "empty": "x = 1\n"}.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    (tmp_path / "mine.toml").write_text(f'base = "debug"\nplugins = {plugins}\n\n[schedule]\nname = "Constant"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_recipe(tmp_path / "mine.toml")
+    (fault,) = refused.value.faults
+    assert fault.key == key and told in f"{fault.message} {fault.hint}"
+    assert fault.origin.endswith("mine.toml:2" if key.startswith("plugins") else "mine.toml:5")
+
+
+def test_a_list_of_plugins_in_a_table_is_told_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('base = "debug"\n[train]\nplugins = ["./mine.py"]\n')
+    with pytest.raises(ConfigError, match="at the top of the user's file"):
         load_recipe(tmp_path / "mine.toml")

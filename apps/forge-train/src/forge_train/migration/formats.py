@@ -128,7 +128,11 @@ def _is_forge_recipe(text: str, known: int) -> bool:
         for key in keys
         if isinstance(table := tree.get(name), dict) and key in table  # pyright: ignore[reportUnknownVariableType]
     )
-    return (isinstance(tree.get("base"), str) and set(tree) <= {"base", *ours}) or 0 < known <= 2 * typical or typical > known
+    return (
+        (isinstance(tree.get("base"), str) and set(tree) <= {"base", "plugins", *ours})
+        or 0 < known <= 2 * typical
+        or typical > known
+    )
 
 
 _FORGE: Mapping[str, tuple[str, ...]] = {

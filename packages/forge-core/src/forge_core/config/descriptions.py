@@ -106,7 +106,8 @@ def _at(node: Node, key: str, path: str = "") -> Node | None:
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_FILE = r"\.py:[A-Za-z_][A-Za-z0-9_]*$"
+_FILE = r"(\.py:[A-Za-z_]|^[A-Z])[A-Za-z0-9_]*$"
+"""A class with its file, or the name of a class in a file of `plugins`."""
 
 
 def json_schema(schema: type, registry: Registry, title: str = "Forge recipe") -> dict[str, Any]:
@@ -114,7 +115,9 @@ def json_schema(schema: type, registry: Registry, title: str = "Forge recipe") -
     maker = _Maker(registry)
     root = maker.section(schema)
     base = {"type": "string", "description": "The recipe that this one extends: a TOML file, relative to this one, or a preset."}
-    root["properties"] = {"base": base, **root["properties"]}
+    doc = "Python files, relative to this one, whose classes may be named without their file."
+    plugins = {"type": "array", "items": {"type": "string", "pattern": r"\.py$"}, "description": doc}
+    root["properties"] = {"base": base, "plugins": plugins, **root["properties"]}
     return {"$schema": DRAFT, "title": title, **root, "$defs": dict(sorted(maker.definitions.items()))}
 
 

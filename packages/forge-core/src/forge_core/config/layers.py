@@ -3,11 +3,16 @@
 One rule of the merge needs the schema: if a layer changes the `name` of a component, the keys that lower layers set for the
 previous component are dropped. `[optimizer] name` is the name of a component, as is the default name of a slot that no layer
 sets; `[job] name` is not.
+
+`plugins` is a list of Python files at the top of a file. Components may then be named by a class alone, in this file, in
+files based on it, and on the command line: `name = "Mine"` becomes `name = "/path/mine.py:Mine"`. The files are parsed for
+their classes, and run only if one of these is chosen.
 """
 
+import ast
 import datetime
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +26,9 @@ from forge_core.registry import Registry
 from forge_core.trust import trust_file
 
 Children = Callable[[str], Shape | None]
+
+Classes = Mapping[str, Sequence[str]]
+"""Classes of the files in `plugins`: every place `/path/mine.py:Mine` of a class name."""
 
 PRESETS = "forge.presets"
 
@@ -56,14 +64,19 @@ def load_layers(
         ConfigError: a file is missing, is not TOML, or the bases form a cycle.
     """
     layers = {} if isinstance(recipe, Table) else _files(str(recipe), registry)
-    lowest = [(recipe, "")] if isinstance(recipe, Table) else []
     tree, faults = Table({}, DEFAULT), []
     extra, wrong = parse_overrides(overrides, folder or Path.cwd())
-    for layer, _ in (*layers.values(), (extra, "")):
+    files = [(layer, owner, file.parent) for file, (layer, owner) in reversed(layers.items())]
+    classes: Classes = {}
+    upward = [(recipe, "", classes)] if isinstance(recipe, Table) else []
+    for layer, owner, beside in [*files, (extra, "", folder or Path.cwd())]:
+        for name, place in _take_plugins(layer, beside):
+            classes = {**classes, name: tuple(dict.fromkeys((*classes.get(name, ()), place)))}
         for file in plugin_files(layer):
             trust_file(file)
-    for layer, owner in [*lowest, *reversed(layers.values()), (extra, "")]:
-        tree, found = merge(tree, layer, schema, registry, owner)
+        upward.append((layer, owner, classes))
+    for layer, owner, known in upward:  # after all files are trusted, because a merge loads components
+        tree, found = merge(tree, layer, schema, registry, owner, known)
         faults += found
     return Layered(tree, (*wrong, *faults), tuple(reversed(layers)))
 
@@ -135,20 +148,59 @@ def _base(table: Table, path: Path, registry: Registry, owner: str) -> tuple[Pat
     return _found(base.value, registry, "base", base.origin, path.parent) if owner and found[0] == path else found
 
 
+def _take_plugins(table: Table, folder: Path) -> list[tuple[str, str]]:
+    """Removes `plugins` from the table of a user's file; returns (class name, place) of every class in its Python files.
+
+    Trusts these files. Does not run them.
+    """
+    given = table.items.pop("plugins", None)
+    if given is None:
+        return []
+    items = given.items if isinstance(given, Array) else [given]
+    files = [(item.value, item.origin) for item in items if isinstance(item, Leaf) and isinstance(item.value, str)]
+    if not isinstance(given, Array) or len(files) < len(items):
+        raise ConfigError([Fault("plugins", 'expected a list of Python files, such as ["./mine.py"]', given.origin)])
+    found: list[tuple[str, str]] = []
+    for index, (name, origin) in enumerate(files):
+        file, key = (folder / name).resolve(), f"plugins.{index}"
+        if not name.endswith(".py"):
+            hint = "write a file, such as ./mine.py; parts of installed packages are found by their entry points"
+            raise ConfigError([Fault(key, f"{name!r} is not a Python file", origin, hint)])
+        if not file.is_file():
+            near = get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"a relative path starts at {folder}"
+            raise ConfigError([Fault(key, f"file {name} does not exist", origin, hint)])
+        try:
+            parsed = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError, RecursionError) as cause:
+            line = f" (line {cause.lineno})" if isinstance(cause, SyntaxError) else ""
+            raise ConfigError([Fault(key, f"{name} is not Python: {cause}{line}", origin)]) from cause
+        classes = [node.name for node in parsed.body if isinstance(node, ast.ClassDef)]
+        if not classes:
+            hint = "a component is a class at the top level of the file; the file is not run for anything else"
+            raise ConfigError([Fault(key, f"{name} defines no class", origin, hint)])
+        trust_file(file)
+        found += [(one, f"{file}:{one}") for one in classes]
+    return found
+
+
 def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:
     inside = sorted(str(Path(recipe) / file.name) for file in path.glob("*.toml") if file.is_file())
     hint = f"use the file in it: {' or '.join(inside[:5])}" if inside else "use the path of a TOML file"
     return Fault(key, f"{recipe} is a directory", origin, hint)
 
 
-def merge(lower: Table, upper: Table, schema: type, registry: Registry, owner: str = "") -> tuple[Table, list[Fault]]:
+def merge(
+    lower: Table, upper: Table, schema: type, registry: Registry, owner: str = "", classes: Classes | None = None
+) -> tuple[Table, list[Fault]]:
     """Merges `upper` over `lower`: tables are merged, arrays and values replaced. Also returns the faults of list indexes.
 
     Args:
         owner: the distribution of the preset `upper`, whose components take precedence for names in it. Such names are
             qualified by the distribution if they would mean another component in a user's recipe.
+        classes: classes of Python files that `upper` may name without their file.
     """
-    merger = _Merger(registry, owner)
+    merger = _Merger(registry, owner, classes)
     merged = merger.node("", "", lower, upper, Shape("section", schema))
     assert isinstance(merged, Table)
     return merged, merger.faults
@@ -160,18 +212,18 @@ def merge_node(key: str, lower: Table, upper: Table, shape: Shape, registry: Reg
 
 
 class _Merger:
-    def __init__(self, registry: Registry, owner: str = "") -> None:
-        self.registry, self.owner = registry, owner
+    def __init__(self, registry: Registry, owner: str = "", classes: Classes | None = None) -> None:
+        self.registry, self.owner, self.classes = registry, owner, classes or {}
         self.faults: list[Fault] = []
 
     def node(self, key: str, part: str, lower: Node | None, upper: Node, shape: Shape | None) -> Node:
-        if isinstance(upper, Array) and self.owner and shape is not None and shape.inner is not None:
+        if isinstance(upper, Array) and (self.owner or self.classes) and shape is not None and shape.inner is not None:
             items = [self.node(join(key, str(index)), "", None, item, shape.inner) for index, item in enumerate(upper.items)]
             return Array(items, upper.origin)
         if not isinstance(upper, Table):
             return upper
-        if self.owner and shape is not None and shape.slot is not None and shape.kind == "component":
-            upper = self.owned(upper, shape.slot, part)
+        if (self.owner or self.classes) and shape is not None and shape.slot is not None and shape.kind == "component":
+            upper = self.in_full(key, upper, shape.slot, part)
         if upper.edits and (
             isinstance(lower, Array) or (lower is None and shape is not None and shape.kind in ("list", "tuple"))
         ):
@@ -189,20 +241,26 @@ class _Merger:
             merged[name] = self.node(join(key, name), name, merged.get(name), value, child(name))
         return Table(merged, lower.origin if lower.items else upper.origin)
 
-    def owned(self, table: Table, slot: Slot, part: str) -> Table:
-        """Returns a component's table with the qualified name, if the bare name would mean another component than the owner's."""
+    def in_full(self, key: str, table: Table, slot: Slot, part: str) -> Table:
+        """Returns a component's table with its name in full: with the file of a class in `plugins`, and with the owner's
+        distribution if the bare name would mean another component than the owner's."""
         given = table.items.get("name")
         bare = given.value if isinstance(given, Leaf) else part if given is None and slot.named_by_key else None
         if not isinstance(bare, str) or ":" in bare:
             return table
-        try:
-            entry = self.registry.find(slot.group, bare, self.owner)
-        except PluginError:  # reported, with its origin, when the merged tree is validated
-            return table
-        name = self.registry.spelled(entry)
-        if name == bare:
-            return table
-        return Table({**table.items, "name": Leaf(name, given.origin if given else table.origin)}, table.origin, table.edits)
+        origin = given.origin if given else table.origin
+        if places := self.classes.get(bare):
+            name = places[0]
+            also = [repr(entry.qualified) for entry in self.registry.of(slot.group) if entry.name == bare]
+            if len(choices := [*map(repr, places), *also]) > 1:
+                fault = Fault(join(key, "name"), f"{bare!r} has several meanings", origin, f"write {' or '.join(choices)}")
+                self.faults.append(fault)
+        else:
+            try:
+                name = self.registry.spelled(self.registry.find(slot.group, bare, self.owner)) if self.owner else bare
+            except PluginError:  # reported, with its origin, when the merged tree is validated
+                return table
+        return table if name == bare else Table({**table.items, "name": Leaf(name, origin)}, table.origin, table.edits)
 
     def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
         """Applies `--key.INDEX...=value` to a list; the index after the last item appends."""

@@ -174,8 +174,8 @@ def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
         return fault
     if name == "base":
         return replace(fault, hint="base belongs at the top of the file, above the first [table]")
-    if fault.key == "plugins":
-        return replace(fault, hint='the section that uses a class in a file names both: name = "./file.py:ClassName"')
+    if name == "plugins":
+        return replace(fault, hint="plugins belongs at the top of the user's file, above the first [table]")
     places = [key for key in known if key.rpartition(".")[2] == name]
     return replace(fault, hint=f"did you mean {' or '.join(map(repr, places))}?") if 0 < len(places) <= 3 else fault
 
