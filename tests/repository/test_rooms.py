@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import io
 import re
+import subprocess
+import sys
 import tokenize
 import tomllib
 from importlib import import_module
@@ -163,6 +165,14 @@ def test_no_short_file_has_a_single_neighbor_that_imports_it():
         if short and len(others) == 1 and modules[others.pop()].parent == file.parent:
             found.add(str(file.relative_to(src_of(file))))
     assert found == SHORT, "merge the file with its neighbor"
+
+
+@pytest.mark.slow  # trains eight steps
+def test_a_step_on_a_cpu_passes_through_at_most_36_files():
+    script = Path(__file__).with_name("files_of_a_step.py")
+    printed = subprocess.run((sys.executable, script), capture_output=True, text=True, check=True).stdout
+    count = re.search(r"^(\d+) files take part in one step:$", printed, re.MULTILINE)
+    assert count and int(count[1]) <= 36, printed
 
 
 def is_protocol_with_its_class(files: list[str]) -> bool:

@@ -122,7 +122,7 @@ def _on_host(dtype: torch.dtype) -> Iterator[Any]:
             parameter.grad = torch.ones(4, 3, dtype=dtype)
         named = [NamedTensor(name, parameter, "matrix") for name, parameter in parameters.items()]
         topology = Topology(Layout(), GPU)
-        yield SimpleNamespace(trainable=lambda: named, topology=topology)
+        yield SimpleNamespace(trainable=lambda: named, topology=topology, owned=frozenset(item.name for item in named))
 
 
 def test_the_norm_goes_to_the_device_and_the_clip_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

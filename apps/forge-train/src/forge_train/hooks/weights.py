@@ -187,14 +187,14 @@ class Norms(Hook):
         """Returns (names,) fp64 on the device: sums of squares of the elements that this rank owns."""
         import torch
 
-        from forge_parallel.placement.boxes import local_box, owns
+        from forge_parallel.placement.boxes import local_box
 
         places, device = self._places(run), run.topology.device
         total = torch.zeros(len(places), dtype=torch.float64, device=device)
         with torch.no_grad():
             for name, parameter, _ in run.model.trainable():
                 local = local_box(parameter).local
-                value = take(name, local) if owns(parameter, run.model.topology) and local.numel() else None
+                value = take(name, local) if name in run.model.owned and local.numel() else None
                 if value is not None:
                     square = torch.linalg.vector_norm(value, dtype=torch.float64).square()
                     total[places[self._name(run, name)]] += square.to(device)

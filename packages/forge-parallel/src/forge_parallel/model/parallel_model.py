@@ -109,6 +109,11 @@ class ParallelModel:
         """Names in `everything` that required a gradient when the model was created; a training stage may freeze some of them."""
         return frozenset(name for name, tensor in self.everything.items() if tensor.requires_grad)
 
+    @cached_property
+    def owned(self) -> frozenset[str]:
+        """Names of the local parameters whose box this rank owns; other ranks may hold copies of them."""
+        return frozenset(name for name, parameter in self.parameters_held() if owns(parameter, self.topology))
+
     @property
     def part(self) -> nn.Module:
         """The whole model on this rank.
@@ -235,8 +240,8 @@ class ParallelModel:
 
     def parameter_count(self) -> int:
         """Collective: returns the number of parameters of the whole model, frozen ones included, tied ones once."""
-        owned = sum(local_box(p).local.numel() for _, p in self.parameters_held() if owns(p, self.topology))
-        count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
+        elements = sum(local_box(p).local.numel() for name, p in self.parameters_held() if name in self.owned)
+        count = torch.tensor(elements, dtype=torch.int64, device=self.topology.device)
         return int(self.topology.all_reduce(count))
 
 

@@ -14,7 +14,6 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.model.parallel_model import ParallelModel
-from forge_parallel.placement.boxes import owns
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import foreach_mul_, foreach_norm
 
@@ -71,7 +70,7 @@ def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 def squared_grad_norm(model: ParallelModel) -> torch.Tensor:
     """Returns the sum of squares of the gradient elements that this rank owns, a scalar fp64 on the device; the sum over all
     ranks is that of the whole gradient."""
-    owned = [parameter for _, parameter, _ in model.trainable() if owns(parameter, model.topology)]
+    owned = [parameter for name, parameter, _ in model.trainable() if name in model.owned]
     gradients = [gradient for parameter in owned if (gradient := local_grad(parameter)) is not None and gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=model.topology.device)
