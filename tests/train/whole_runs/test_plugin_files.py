@@ -44,6 +44,28 @@ class Plain(Component):
         from torch import nn
         return nn.Identity()
 '''
+HOOK = '''
+from dataclasses import dataclass
+from forge_core import Component
+from forge_core.protocols import Hook
+
+
+@dataclass(kw_only=True)
+class Counted(Hook):
+    """Nothing."""
+
+    every: int = 10
+    """Steps."""
+'''
+WEIGHTED = '''
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Component):
+    """Leaves the model as it is."""
+
+    def build(self):
+        return self
+'''
 
 
 @pytest.fixture
@@ -220,6 +242,18 @@ def test_a_listed_file_runs_only_if_a_class_of_it_is_chosen(listed: Path) -> Non
         load_recipe(listed / "lab" / "base.toml")
 
 
+def test_items_of_lists_and_keys_of_tables_name_listed_classes(listed: Path) -> None:
+    (listed / "more.py").write_text(HOOK + WEIGHTED)
+    parts = '\n[[hooks]]\nname = "Counted"\nevery = 5\n\n[transforms.Weighted]\n'
+    recipe = listed / "more.toml"
+    recipe.write_text('base = "run.toml"\nplugins = ["more.py"]\n' + parts)
+    loaded = load_recipe(recipe)
+    (hook,) = loaded.job.hooks
+    assert (type(hook).__name__, hook.every) == ("Counted", 5)
+    assert type(loaded.job.transforms["Weighted"]).__name__ == "Weighted"
+    assert ("forge.transforms", f"{listed / 'more.py'}:Weighted") in loaded.used
+
+
 def test_names_of_other_keys_are_no_classes(listed: Path) -> None:
     assert load_recipe(listed / "run.toml", ["--job.name=Constant"]).job.job.name == "Constant"
 
@@ -246,6 +280,15 @@ def test_a_wrong_list_of_plugins_is_refused_with_what_to_do(tmp_path: Path, case
     (fault,) = refused.value.faults
     assert fault.key == key and told in f"{fault.message} {fault.hint}"
     assert fault.origin.endswith("mine.toml:2" if key.startswith("plugins") else "mine.toml:5")
+
+
+def test_a_listed_class_does_not_take_over_the_name_of_a_component(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCHEDULE.format(scale=1).replace("class Constant", "class constant"))
+    (tmp_path / "mine.toml").write_text('base = "debug"\nplugins = ["mine.py"]\n[schedule]\nname = "constant"\n')
+    with pytest.raises(ConfigError, match=r"several meanings; write .*mine\.py:constant' or 'forge-train:constant'"):
+        load_recipe(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text('base = "debug"\nplugins = ["mine.py"]\n[schedule]\nname = "forge-train:constant"\n')
+    assert type(load_recipe(tmp_path / "mine.toml").job.schedule).__name__ == "Constant"
 
 
 def test_a_list_of_plugins_in_a_table_is_told_where_it_belongs(tmp_path: Path) -> None:
