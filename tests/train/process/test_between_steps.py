@@ -50,11 +50,19 @@ def _littered(recipe: Path, tmp_path: Path, *settings: str) -> Littering:
     return hook
 
 
-def test_garbage_is_collected_before_the_first_step_and_then_every_few_ones(recipe: Path, tmp_path: Path) -> None:
-    before = gc.isenabled(), gc.get_freeze_count()
-    hook = _littered(recipe, tmp_path, "--train.collect_every=3")
-    assert hook.alive == {1: [], 2: [1], 3: [1, 2], 4: [], 5: [4], 6: [4, 5]}
-    assert (gc.isenabled(), gc.get_freeze_count()) == before
+@pytest.mark.parametrize("frozen", [False, True])
+def test_garbage_is_collected_before_the_first_step_and_then_every_few_ones(recipe: Path, tmp_path: Path, frozen: bool) -> None:
+    """And a program that has frozen its own objects finds them frozen afterwards."""
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        before = gc.isenabled(), gc.get_freeze_count() > 100_000
+        hook = _littered(recipe, tmp_path, "--train.collect_every=3")
+        assert hook.alive == {1: [], 2: [1], 3: [1, 2], 4: [], 5: [4], 6: [4, 5]}
+        assert (gc.isenabled(), gc.get_freeze_count() > 100_000) == before == (True, frozen)
+    finally:
+        gc.freeze()  # as `conftest.py` does
 
 
 def test_without_a_plan_python_collects_as_it_likes(recipe: Path, tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
     """Python looks for garbage at the same steps on all ranks; one that does so alone keeps all others waiting.
 
     Inside, garbage in cycles is collected by the function that this gives, called with the number of each complete step: at
-    multiples of `every`. What was made before is not looked at again until the end. With None, Python chooses by itself.
+    multiples of `every`. What was made before is not looked at again until the end, unless the calling program has frozen objects
+    itself (`gc.freeze`): those would lose that at the end. With None, Python chooses by itself.
     """
     if every is None:
         yield lambda _: None
@@ -78,14 +79,16 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
         if step % every == 0:
             gc.collect()
 
-    chosen_by_python = gc.isenabled()
+    chosen_by_python, freezes = gc.isenabled(), gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield collect
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if chosen_by_python:
             gc.enable()
 
