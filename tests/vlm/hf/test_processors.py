@@ -1,6 +1,7 @@
 """Exports of runs with images: `AutoProcessor` makes the ids and pixels of Forge, and transformers continues them alike."""
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_the_processor_of_an_export_makes_what_training_has(place: Path) -> None:
     """And both continue it alike, greedily."""
+    if "sanitize_control_tokens" not in signature(transformers.ProcessorMixin.apply_chat_template).parameters:
+        pytest.skip("processors of this release of transformers read control tokens in what users write")
     weights = open_weights(place / "run", Registry())
     coder = tokenizer_for(weights, None, Registry(), lambda _: None)
     chat, inputs = chat_for(weights, coder), image_inputs(weights)
