@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -137,6 +138,7 @@ class FeatureFile:
         if not new and not Path(path).is_file():
             raise DataError(f"{path} does not exist; prepare the data once with scorer 'image_text' and store = {path!r}")
         self._connection = self._tried(lambda: sqlite3.connect(path, timeout=_WAIT, check_same_thread=False))
+        finalize(self, self._connection.close)  # Python 3.13 warns of a connection that nobody closes
         if new:
             table = "create table if not exists features (model text, key blob, vector blob, primary key (model, key))"
             self._written(lambda: self._connection.execute(table))
