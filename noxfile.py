@@ -75,11 +75,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """The tests that take minutes; then, without arguments, `examples` and each pair of the `matrix` whose Python is there."""
+    """The tests that take minutes; then, without arguments, `examples`, `oldest`, and each pair of the `matrix` whose Python is
+    there."""
     none_collected = 5
     _pytest(session, "slow and not gpu", success=(0, none_collected))
     if not session.posargs:
         session.notify("examples")
+        session.notify("oldest")
         session.notify("matrix")
 
 

@@ -64,7 +64,8 @@ def test_a_command_is_what_it_is_in_an_interpreter_of_its_own(here: Path, words:
 )
 def test_every_end_has_its_exit_code(code: str, returned: int, error: str) -> None:
     done = commands.run("-c", code)
-    assert (done.returncode, done.stdout) == (returned, "") and done.stderr.endswith(error) and bool(done.stderr) == bool(error)
+    # a library may print at the end of a process that failed: nanobind reports objects that the traceback still holds
+    assert (done.returncode, done.stdout) == (returned, "") and error in done.stderr and bool(done.stderr) == bool(error)
 
 
 def test_a_command_finds_nothing_of_the_one_before(tmp_path: Path) -> None:
