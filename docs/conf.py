@@ -24,7 +24,7 @@ html_search_scorer = str(Path(__file__).parent / "_ext" / "search_scorer.js")
 
 nb_execution_mode = "cache"  # notebooks run again when they change
 nb_execution_in_temp = True
-nb_execution_timeout = 300  # seconds of a cell
+nb_execution_timeout = 900  # seconds of a cell, also on a busy machine
 nb_execution_raise_on_error = True
 
 myst_heading_anchors = 3  # links such as page.md#heading work as they do on a code host
