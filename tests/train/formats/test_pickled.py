@@ -137,6 +137,20 @@ def test_fault_45_and_49_nothing_of_another_is_unpickled_unasked(
     assert code == (2 if kind == "dcp" else 0), "the payload took the place of what torch needs"
 
 
+@pytest.mark.parametrize("trust", [[], ["--unsafe-pickle"]], ids=["unasked", "trusted"])
+def test_paths_that_python_3_13_pickled_are_read(given: InMemory, recipe: Path, tmp_path: Path, trust: list[str]) -> None:
+    path = theirs("dcp", tmp_path / "theirs", dict(tensors(given)))
+    described = pickle.loads((path / METADATA).read_bytes())  # noqa: S301
+    described.storage_meta.checkpoint_id = path
+    older = pickle.dumps(described, protocol=2)  # has names in full
+    newer = older.replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"cpathlib._local\nPosixPath" in newer
+    (path / METADATA).write_bytes(newer)
+    command = ["convert", "--from", "dcp", "--to", "forge", path, tmp_path / "out", "--recipe", recipe]
+    assert run(*command, *trust) == 0
+    assert alike(tensors(ForgeConverter().read(tmp_path / "out")), tensors(given))
+
+
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_on_request_the_tensors_of_others_are_read(
     given: InMemory, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str

@@ -71,31 +71,47 @@ def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) 
     return int(done.stdout.split()[-1])
 
 
-class _DescriptionUnpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
+    """Finds paths that Python 3.13 pickled, whose classes have another module there."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+
+
+class _DescriptionUnpickler(_Unpickler):
     """Unpickles the metadata of a distributed checkpoint and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _DESCRIPTIONS.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        known = _DESCRIPTIONS.get("pathlib" if module == "pathlib._local" else module, ())
+        if name in known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
-class _DescriptionReader(FileSystemReader):
-    """Reads a distributed checkpoint without unpickling anything but descriptions; torch reads the tensors likewise."""
+class _Reader(FileSystemReader):
+    """Reads a distributed checkpoint, the user trusting its author."""
+
+    unpickler: type[_Unpickler] = _Unpickler
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
-        found = _DescriptionUnpickler(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = self.unpickler(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _DescriptionReader(_Reader):
+    """Reads a distributed checkpoint without unpickling anything but descriptions; torch reads the tensors likewise."""
+
+    unpickler = _DescriptionUnpickler
 
 
 def of_dcp(path: Path, keep: Callable[[str], bool], unsafe: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the tensors of a distributed checkpoint by flat name, in groups of about `_LIMIT` bytes."""
     import torch.distributed.checkpoint as dcp
 
-    reader: Callable[[], FileSystemReader] = lambda: (FileSystemReader if unsafe else _DescriptionReader)(path)  # noqa: E731
+    reader: Callable[[], FileSystemReader] = lambda: (_Reader if unsafe else _DescriptionReader)(path)  # noqa: E731
     known = reader().read_metadata().state_dict_metadata
     entries = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata) and keep(name)}
     group: dict[str, torch.Tensor] = {}
