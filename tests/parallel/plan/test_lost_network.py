@@ -68,6 +68,8 @@ def _watched() -> tuple[str, bool]:
     group = store_with("name")
     assert group is not None
     heard = group.check(["watch/rank/0"])
+    group.set(f"asked/{where.rank}", "")
+    group.wait(["asked/0", "asked/1"])  # the store ends with rank 0
     watch.stop()
     destroy_process_groups()
     return watch.host, heard
