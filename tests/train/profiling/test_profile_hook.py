@@ -188,7 +188,8 @@ def test_a_signal_to_one_rank_opens_the_same_window_on_all(
         assert (one.about["rank"], one.about["world"], one.about["step"], one.about["steps"]) == (rank, 2, 5, 2)
         assert sum(one.classes.values()) == one.window
         assert one.classes["exposed"] + one.classes["overlapped"] > 0, "gradients and numbers are summed over gloo"
-        assert any(row.collective.startswith("gloo:") for row in one.exposed)
+        if one.classes["exposed"]:  # on a busy machine, gloo's threads may run beside computation only
+            assert any(row.collective.startswith("gloo:") for row in one.exposed)
         assert one.split["exposed"] == one.classes["exposed"] and sum(one.split.values()) == one.window
 
 
