@@ -35,8 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 FREEZES = 50
-"""Number of tests after which a process freezes what it has imported and cached. Without this, every training in the process
-looks through half a million objects, which is a quarter of its time."""
+"""A process freezes what it has imported and cached after every so many tests. Otherwise each training in the process collects
+garbage among half a million objects, which takes a quarter of the time."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -72,24 +72,26 @@ def unpickle(kind: str, path: Path, folder: Path, unsafe: bool, *prefixes: str) 
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds paths that Python 3.13 pickled, whose classes have another module there."""
+    """Unpickles anything. Python 3.13 alone writes `pathlib._local` as the module of a path; other versions lack this module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+        return self.find("pathlib" if module == "pathlib._local" else module, name)
+
+    def find(self, module: str, name: str) -> Any:
+        return super().find_class(module, name)
 
 
 class _DescriptionUnpickler(_Unpickler):
     """Unpickles the metadata of a distributed checkpoint and nothing else."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        known = _DESCRIPTIONS.get("pathlib" if module == "pathlib._local" else module, ())
-        if name in known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
+    def find(self, module: str, name: str) -> Any:
+        if name in _DESCRIPTIONS.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 class _Reader(FileSystemReader):
-    """Reads a distributed checkpoint, the user trusting its author."""
+    """Reads a distributed checkpoint whose author the user trusts: its metadata may contain any object."""
 
     unpickler: type[_Unpickler] = _Unpickler
 

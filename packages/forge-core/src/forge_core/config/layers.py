@@ -149,9 +149,12 @@ def _base(table: Table, path: Path, registry: Registry, owner: str) -> tuple[Pat
 
 
 def _take_plugins(table: Table, folder: Path) -> list[tuple[str, str]]:
-    """Removes `plugins` from the table of a user's file; returns (class name, place) of every class in its Python files.
+    """Removes `plugins` from the table of a file; returns (class name, `/path/mine.py:ClassName`) of every class in its files.
 
-    Trusts these files. Does not run them.
+    The files are trusted, because the user names them, and parsed, but not run.
+
+    Raises:
+        ConfigError: `plugins` is not a list of Python files, or a file does not exist, is not Python, or defines no class.
     """
     given = table.items.pop("plugins", None)
     if given is None:
