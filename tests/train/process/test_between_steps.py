@@ -65,18 +65,22 @@ def test_garbage_is_collected_before_the_first_step_and_then_every_few_ones(reci
         gc.freeze()  # as `conftest.py` does
 
 
-def test_without_a_plan_python_collects_as_it_likes(recipe: Path, tmp_path: Path) -> None:
-    seen: list[bool] = []
+def test_without_a_plan_python_collects_as_it_likes_and_with_one_what_was_there_is_frozen(recipe: Path, tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
 
     class Asking(Hook):
         def before_step(self, run: Any) -> None:
-            seen.append(gc.isenabled())
+            seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
 
-    for settings in (["--train.collect_every=none"], ["--job.name=planned"]):
-        run, _ = prepared(recipe, [f"--job.dir={tmp_path / str(len(seen))}", "--train.max_steps=3", *settings])
-        run.hooks[:] = [Asking()]
-        fit(run)
-    assert seen == [True] * 3 + [False] * 3
+    gc.unfreeze()
+    try:
+        for settings in (["--train.collect_every=none"], ["--job.name=planned"]):
+            run, _ = prepared(recipe, [f"--job.dir={tmp_path / str(len(seen))}", "--train.max_steps=3", *settings])
+            run.hooks[:] = [Asking()]
+            fit(run)
+    finally:
+        gc.freeze()  # as `conftest.py` does
+    assert seen == [(True, False)] * 3 + [(False, True)] * 3
 
 
 @pytest.mark.parametrize(("settings", "later"), [(["--parallel.step_timeout=7"], 7.0), ([], 600.0)])
