@@ -263,7 +263,8 @@ LISTS = {
     "no text": ("[1]", "plugins", "expected a list of Python files"),
     "a module": ('["my.parts"]', "plugins.0", "entry points"),
     "absent": ('["./parts.py", "./part.py"]', "plugins.1", "did you mean 'parts.py'?"),
-    "no Python": ('["./wrong.py"]', "plugins.0", "line 1"),
+    "no Python": ('["./wrong.py"]', "plugins.0", "(wrong.py, line 1)"),
+    "a folder": ('["./lab.py"]', "plugins.0", "does not exist"),
     "without a class": ('["./empty.py"]', "plugins.0", "defines no class"),
     "two meanings": ('["./parts.py", "./other.py"]', "schedule.name", "other.py:Constant'"),
 }
@@ -274,12 +275,26 @@ def test_a_wrong_list_of_plugins_is_refused_with_what_to_do(tmp_path: Path, case
     plugins, key, told = LISTS[case]
     for name, content in {"parts": PARTS, "other": PARTS, "wrong": "def x(:\n", "empty": "x = 1\n"}.items():
         (tmp_path / f"{name}.py").write_text(content)
+    (tmp_path / "lab.py").mkdir()
     (tmp_path / "mine.toml").write_text(f'base = "debug"\nplugins = {plugins}\n\n[schedule]\nname = "Constant"\n')
     with pytest.raises(ConfigError) as refused:
         load_recipe(tmp_path / "mine.toml")
     (fault,) = refused.value.faults
     assert fault.key == key and told in f"{fault.message} {fault.hint}"
     assert fault.origin.endswith("mine.toml:2" if key.startswith("plugins") else "mine.toml:5")
+
+
+def test_a_listed_file_that_cannot_be_read_is_refused(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path.suffix == ".py":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(ConfigError, match=r"cannot be read as Python: .*Permission denied"):
+        load_recipe(listed / "run.toml")
 
 
 def test_a_listed_class_does_not_take_over_the_name_of_a_component(tmp_path: Path) -> None:

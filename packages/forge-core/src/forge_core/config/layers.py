@@ -174,10 +174,9 @@ def _take_plugins(table: Table, folder: Path) -> list[tuple[str, str]]:
             hint = f"did you mean {near[0]!r}?" if near else f"a relative path starts at {folder}"
             raise ConfigError([Fault(key, f"file {name} does not exist", origin, hint)])
         try:
-            parsed = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError, RecursionError) as cause:
-            line = f" (line {cause.lineno})" if isinstance(cause, SyntaxError) else ""
-            raise ConfigError([Fault(key, f"{name} is not Python: {cause}{line}", origin)]) from cause
+            parsed = ast.parse(file.read_bytes(), file.name)
+        except (OSError, SyntaxError, ValueError, RecursionError) as cause:
+            raise ConfigError([Fault(key, f"{name} cannot be read as Python: {cause}", origin)]) from cause
         classes = [node.name for node in parsed.body if isinstance(node, ast.ClassDef)]
         if not classes:
             hint = "a component is a class at the top level of the file; the file is not run for anything else"
