@@ -68,9 +68,8 @@ def periodic_gc(every: int | None) -> Iterator[Callable[[int], None]]:
     """Python looks for garbage at the same steps on all ranks; one that does so alone keeps all others waiting.
 
     Inside, garbage in cycles is collected by the function that this gives, called with the number of each complete step: at
-    multiples of `every`. What was made before is frozen until the end (`gc.freeze`), so that no collection looks at it. If the
-    calling program has frozen objects itself, nothing is frozen, because unfreezing at the end would release them too. With None,
-    Python chooses by itself.
+    multiples of `every`. What was there before is frozen until the end, so that no collection looks at it, unless the calling
+    program has frozen objects itself: unfreezing would release those too. With None, Python chooses by itself.
     """
     if every is None:
         yield lambda _: None
