@@ -34,21 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.numbers)
 
 
-FREEZES = 50
-"""A process freezes what it has imported and cached after every so many tests. Otherwise each training in the process collects
-garbage among half a million objects, which takes a quarter of the time."""
+FREEZES, IMPORTS = 50, 100
+"""A process freezes what it has imported and cached after so many tests, or when it has imported so many modules more. Otherwise
+each training in the process collects garbage among half a million objects, which takes a quarter of the time."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Freezes, before the first test and from time to time, the objects that stay until the end."""
-    done = item.config.stash.get(TESTS_DONE, 0)
-    item.config.stash[TESTS_DONE] = done + 1
-    if done % FREEZES == 0:
+    done, modules = item.config.stash.get(FROZEN, (0, 0))
+    if done % FREEZES == 0 or len(sys.modules) > modules + IMPORTS:
         gc.collect()
         gc.freeze()
+        modules = len(sys.modules)
+    item.config.stash[FROZEN] = (done + 1, modules)
 
 
-TESTS_DONE = pytest.StashKey[int]()
+FROZEN = pytest.StashKey[tuple[int, int]]()
+"""Number of tests that this process has begun, and of modules when it last froze objects."""
 
 
 @pytest.fixture(scope="session")

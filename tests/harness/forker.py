@@ -27,6 +27,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
+    "pytest",
 )
 """Imported once, shared by every worker. Nothing of Forge: workers import that as a user's process does."""
 

@@ -169,8 +169,13 @@ def _locals(trace: TracebackType | None, file: str) -> str:
     return f"  values in {frame.f_code.co_name}:\n{''.join(lines)}" if lines else ""
 
 
+_modules_frozen = 0
+"""Number of imported modules when objects were last frozen."""
+
+
 def _clean(environment: dict[str, str], path: tuple[str, ...], directory: Path) -> None:
     """Takes the process back to what the next call may expect."""
+    global _modules_frozen
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -188,3 +193,6 @@ def _clean(environment: dict[str, str], path: tuple[str, ...], directory: Path) 
     sys.path[:] = path
     os.chdir(directory)
     gc.collect()
+    if len(sys.modules) > _modules_frozen:
+        gc.freeze()  # modules stay: the next collection does not look at what the call has imported
+        _modules_frozen = len(sys.modules)

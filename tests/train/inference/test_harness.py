@@ -22,6 +22,7 @@ from forge_train.hooks import evaluation
 from forge_train.inference.answers import GenerationSettings
 from forge_train.inference.harness import HarnessModel, open_tasks, results_of
 from forge_train.inference.stored import load_sharded_model, open_weights, recipe_to_generate
+from forge_train.inference.tasks import generators_kept
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -190,6 +191,18 @@ def test_generators_are_as_before(folder: Path) -> None:
     drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     assert drawn == (random.random(), numpy.random.rand(), torch.rand(()).item())
+
+
+def test_no_program_lists_the_packages_and_drivers_of_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a training would wait for it at each evaluation."""
+    asked: list[str] = []
+    monkeypatch.setattr("torch.utils.collect_env.run", lambda command: asked.append(command) or (1, "", ""))
+    with generators_kept():
+        simple_evaluate(theirs(folder), tasks=["forge_choose"], task_manager=open_tasks(["forge_choose"], folder / "tasks"))
+    assert asked, "the harness by itself does"
+    asked.clear()
+    results_of(ours(folder, [], 1), ["forge_choose"], open_tasks(["forge_choose"], folder / "tasks"))
+    assert not asked
 
 
 def test_what_cannot_be_asked_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

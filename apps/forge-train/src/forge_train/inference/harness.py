@@ -6,11 +6,12 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
-from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -194,8 +195,8 @@ def results_of(
         shots: examples before each question; None uses the task's own number.
         limit: maximum number of questions per task.
     """
-    with generators_kept():
-        found: Any = simple_evaluate(
+    with generators_kept(), _environment_omitted():
+        found: Any = evaluator.simple_evaluate(
             model=model,
             tasks=list(names),
             num_fewshot=shots,
@@ -206,3 +207,18 @@ def results_of(
         )
     mine = {} if found is None else {name: dict(metric_values(metrics)) for name, metrics in found["results"].items()}
     return results_of_first(mine, model.answers.topology)  # the harness returns results only on its first process
+
+
+@contextmanager
+def _environment_omitted() -> Iterator[None]:
+    """Keeps the harness from adding the installed packages and drivers to its results within the `with` block.
+
+    It runs pip and nvidia-smi on the first process for that, which takes seconds, and all other ranks wait.
+    """
+    name = "add_env_info"
+    add = getattr(evaluator, name, None)
+    setattr(evaluator, name, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(evaluator, name, add)
