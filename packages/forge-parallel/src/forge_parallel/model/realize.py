@@ -253,13 +253,13 @@ def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...
 def _stream(seed: int, name: str, device: torch.device, uniform: bool = False) -> Draw:
     key = key_of(seed, name)
 
-    def cpu(block: int) -> torch.Tensor:
+    def cpu(block: int, count: int) -> torch.Tensor:
         generator = np.random.Generator(np.random.Philox(**philox(key, block)))  # type: ignore[arg-type]
         if uniform:
-            return torch.from_numpy(generator.random(BLOCK, dtype=np.float32)).mul_(2).sub_(1)
-        return torch.from_numpy(generator.standard_normal(BLOCK, dtype=np.float32))
+            return torch.from_numpy(generator.random(count, dtype=np.float32)).mul_(2).sub_(1)
+        return torch.from_numpy(generator.standard_normal(count, dtype=np.float32))
 
-    def cuda(block: int) -> torch.Tensor:
+    def cuda(block: int, _: int) -> torch.Tensor:  # always a whole block: its first values depend on how many are drawn
         generator = torch.Generator(device).manual_seed(device_seed(key, block))
         values = torch.empty(BLOCK, device=device, dtype=torch.float32)
         return values.uniform_(-1, 1, generator=generator) if uniform else values.normal_(generator=generator)
@@ -268,7 +268,7 @@ def _stream(seed: int, name: str, device: torch.device, uniform: bool = False) -
 
     def draw(first: int, last: int) -> torch.Tensor:
         start = first // BLOCK
-        blocks = [draw_block(block) for block in range(start, (last - 1) // BLOCK + 1)]
+        blocks = [draw_block(block, min(BLOCK, last - block * BLOCK)) for block in range(start, (last - 1) // BLOCK + 1)]
         return torch.cat(blocks)[first - start * BLOCK : last - start * BLOCK]
 
     return draw
