@@ -25,6 +25,7 @@ from forge_lab.scaling.law import (
     on_frontier,
 )
 from forge_lab.scaling.study import _warnings, interval
+from harness.siblings import fast
 
 CHINCHILLA = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. (2022), equation 10."""
@@ -208,7 +209,7 @@ def test_losses_that_do_not_fall_are_refused() -> None:
         fit(ObservedLosses.of(rows), resamples=100)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", fast(0, of=range(3)))
 def test_trials_c7_losses_that_only_scatter_make_no_law(seed: int) -> None:
     draws = torch.randn(len(SIZES) * 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     pairs = itertools.product(SIZES, TOKENS[::2])

@@ -20,6 +20,8 @@ from forge_parallel.model.plan import Plan
 from forge_parallel.optim import optimizers
 from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.verify.parity import Case, compare, measure
+from forge_vlm.components.fusions import JointDecoder
+from harness.siblings import fast
 from vlm.tiny import JOINT, SIZES, TEXT
 
 LOSSES = [info.name for info in fields_of(Losses)]
@@ -33,6 +35,7 @@ def examples(group: str) -> list[Any]:
 
 
 FUSIONS = [None, *examples("forge.fusions")]
+DEFAULTS = [fusion for fusion in FUSIONS if fusion is None or fusion == type(fusion)()]
 ROUTERS = examples("forge.routers")
 
 
@@ -82,7 +85,7 @@ def test_trials_c4_no_fusion_router_or_loss_depends_on_the_micro_batch(fusion: A
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("fusion", [fusion for fusion in FUSIONS if fusion is None or fusion == type(fusion)()], ids=repr)
+@pytest.mark.parametrize("fusion", fast(None, JointDecoder(), of=DEFAULTS), ids=repr)
 def test_losses_that_depend_on_the_micro_batch_are_those_that_say_so(fusion: Any, name: str) -> None:
     """One loss after the other, and not lost in the sum of all; what is exempt is seen to depend on it."""
     found = same_in_micro_batches(model_of(fusion, moe=experts(None, Losses(**{name: 0.3}))), sizes=(1,))

@@ -19,6 +19,7 @@ from forge_parallel.optim.stages import settings_of
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Measurement, compare
 from harness.pool import World
+from harness.siblings import fast
 from parallel.compositions.rows import DECODER, case_of, layout_of, measured
 from parallel.foreign_modules import VOCAB, Plain
 from parallel.tiny import cross_entropy
@@ -44,7 +45,7 @@ def _measured(row: str, layout: str) -> Measurement:
     return measured(replace(case_of(words), groups=groups), layout, words)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", fast("tp", "dp_shard accumulate recompute", "pp_zbv accumulate", of=ROWS))
 def test_the_start_of_a_model_may_be_frozen_in_a_layout(world: World, row: str) -> None:
     """Loss, norm, gradients and weights are those of one process, in which the frozen ones stay as they were drawn."""
     alone = _measured(row, "1")

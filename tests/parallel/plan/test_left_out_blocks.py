@@ -202,7 +202,7 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return attempts
 
 
-FAST_CASES = ("dp", "1 recompute every second")
+FAST_CASES = ("dp",)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST_CASES else pytest.param(name, marks=pytest.mark.slow) for name in CASES])

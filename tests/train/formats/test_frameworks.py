@@ -27,6 +27,7 @@ from forge_models.hf.streamed_forward import logits_of
 from forge_train.formats.forge import ForgeConverter
 from forge_train.formats.frameworks import KEMPNERFORGE, TORCHTITAN, FrameworkWeights, Names, read_framework, read_nanogpt
 from forge_train.formats.torch_files import DcpConverter, TorchConverter
+from harness.siblings import fast
 from models.hf.command_line import run
 
 State = dict[str, torch.Tensor]
@@ -373,7 +374,7 @@ def checkpoint_of(state: State) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", fast(True, of=[True, False]))
 def test_a_file_of_nanogpt_computes_what_transformers_does(
     tmp_path: Path, bias: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

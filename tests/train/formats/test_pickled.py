@@ -151,7 +151,7 @@ def test_paths_that_python_3_13_pickled_are_read(given: InMemory, recipe: Path, 
     assert alike(tensors(ForgeConverter().read(tmp_path / "out")), tensors(given))
 
 
-@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("kind", fast("dcp", of=["dcp", "torch"]))
 def test_on_request_the_tensors_of_others_are_read(
     given: InMemory, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
