@@ -5,8 +5,9 @@ It is pure arithmetic, so the result is the same on every rank and in every load
 A sample is one row of the run's longest length, its `unit`; shorter rows are cut from a sample, several per sample. The run is
 a list of segments with constant weights (`Timeline`). In each segment, draws follow the weights within the bound of its mixture
 at every prefix (`order.mixture`), and each source continues where the previous segment left it. A segment ends where a phase or
-a stair of its ramp begins, or where a source reaches `max_epochs` and its share goes to the others. The stairs of a ramp pass
-on their debts (`mixture.ramp_draws`), so that deviations do not accumulate over the ramp.
+a stair of its ramp begins, or where a source reaches `max_epochs` and its share goes to the others; if that phase or stair would
+not have drawn the source again, the shares stay. The stairs of a ramp pass on their debts (`mixture.ramp_draws`), so that
+deviations do not accumulate over the ramp.
 """
 
 from bisect import bisect_right
