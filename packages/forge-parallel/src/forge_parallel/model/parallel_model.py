@@ -3,6 +3,7 @@
 `Context` is what a transform gets when it is applied: the specs of the part, this rank's topology, and dtypes.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -301,6 +302,10 @@ def other_weights(model: ParallelModel, values: Mapping[str, torch.Tensor]) -> I
             here.copy_(original)
 
 
+MOST_GATHERED = 1 << 22
+"""Elements that `gathered` adds at once over ranks. A larger tensor is added by itself."""
+
+
 def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Collective: returns full tensors on the host, by global name, of the model's parameters for which a rank passes a tensor.
 
@@ -310,21 +315,38 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
         PlanError: an element is owned by no rank, or by several.
     """
     whole: dict[str, torch.Tensor] = {}
-    for name, shape in model.shapes.items():
-        tensor = tensors.get(name)
-        value = torch.zeros(shape, dtype=torch.float64, device=model.topology.device)
-        owned = torch.zeros_like(value, dtype=torch.int32)
-        if tensor is not None and owns(tensor, model.topology):
-            box = local_box(tensor)
-            box.within(value.view(box.shape)).copy_(box.local)  # a layout may view one dimension as two
-            box.within(owned.view(box.shape)).fill_(1)
-        model.topology.all_reduce(owned)
-        if owned.numel() and not owned.any():
-            continue
-        if not (owned == 1).all():
-            raise PlanError(f"{name}: elements are owned by {int(owned.min())} to {int(owned.max())} ranks instead of one")
-        whole[name] = model.topology.all_reduce(value).cpu()
+    for names in _batches({name: math.prod(shape) for name, shape in model.shapes.items()}):
+        sizes = [math.prod(model.shapes[name]) for name in names]
+        # The first row has values, the second one the number of ranks that own each: both in one collective.
+        rows = torch.zeros(2, sum(sizes), dtype=torch.float64, device=model.topology.device)
+        for name, value, owners in zip(names, rows[0].split(sizes), rows[1].split(sizes), strict=True):
+            tensor = tensors.get(name)
+            if tensor is not None and owns(tensor, model.topology):
+                box = local_box(tensor)
+                box.within(value.view(box.shape)).copy_(box.local)  # a layout may view one dimension as two
+                box.within(owners.view(box.shape)).fill_(1)
+        rows = model.topology.all_reduce(rows).cpu()
+        for name, value, owners in zip(names, rows[0].split(sizes), rows[1].split(sizes), strict=True):
+            if owners.numel() and not owners.any():
+                continue
+            if not (owners == 1).all():
+                raise PlanError(f"{name}: elements are owned by {int(owners.min())} to {int(owners.max())} ranks instead of one")
+            whole[name] = value.view(model.shapes[name]).clone()
     return whole
+
+
+def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yields names in order, as many as have `MOST_GATHERED` elements together; at least one."""
+    names: list[str] = []
+    elements = 0
+    for name, size in sizes.items():
+        if names and elements + size > MOST_GATHERED:
+            yield names
+            names, elements = [], 0
+        names.append(name)
+        elements += size
+    if names:
+        yield names
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
