@@ -1,11 +1,14 @@
 """Seconds of an optimizer's step, of every registered one, over that of a published implementation; in one process, in turns.
 
-    python benchmarks/train/optimizers.py [--rounds 9] [--threads 1] [--smoke]
+    python benchmarks/train/optimizers.py [--rounds 9] [--threads 1] [--sharded] [--smoke]
 
 Both sides have the same weights and gradients of a small decoder in fp32. The other sides are torch's fused AdamW, torchao's
 AdamW8bit (which compiles itself), lion-pytorch, schedulefree, and torch's Muon with its AdamW for embeddings, head and norms.
 Without another side, ours is timed alone. A step of ours can leave everything as it is where a loss was not finite, which costs a
 choice for each element.
+
+With `--sharded` the parameters of AdamW are DTensors on a mesh of this one process. Their parts are whole, so the difference is
+what a list of DTensors costs the host, and the first step, which derives placements, is shown by itself.
 """
 
 import argparse
@@ -13,10 +16,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_core.layout import Layout
+from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
 from forge_models.components.decoder import DecoderConfig
 from forge_parallel.model.parallel_model import ParallelModel
@@ -38,7 +47,18 @@ def model_of(smoke: bool) -> ParallelModel:
     return model
 
 
-def theirs(name: str, named: Mapping[str, torch.nn.Parameter]) -> Callable[[], object] | None:
+def sharded(model: ParallelModel) -> Any:
+    """What an optimizer needs of a model whose parameters are sharded over the ranks of a process group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    named = []
+    for name, tensor, group in model.trainable():
+        parameter = torch.nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)]))
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+        named.append(NamedTensor(name, parameter, group))
+    return SimpleNamespace(trainable=lambda: named, parameter_count=model.parameter_count)
+
+
+def theirs(name: str, named: Mapping[str, torch.Tensor]) -> Callable[[], object] | None:
     """The step of the other side; None without one."""
     parameters = list(named.values())
     try:
@@ -80,31 +100,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true", help="AdamW, of DTensors")
     parser.add_argument("--smoke", action="store_true", help="run everything once, tiny; measure nothing")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     registry, rounds = Registry(), 1 if options.smoke else options.rounds
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {options.threads} threads, {rounds} rounds")
-    for name in sorted(registry.names(GROUP)):
-        model, other = model_of(options.smoke), model_of(options.smoke)
+    if options.sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in ["adamw"] if options.sharded else sorted(registry.names(GROUP)):
+        model, other = (sharded(each) if options.sharded else each for each in (model_of(options.smoke), model_of(options.smoke)))
         optimizer, skip = registry.load(GROUP, name)().build(model), torch.zeros(())
-        rival = theirs(name, dict(other.part.named_parameters()))
+        rival = theirs(name, {item.name: item.tensor for item in other.trainable()})
         sides: dict[str, Callable[[], object]] = {"ours": lambda step=optimizer.step, skip=skip: step(skip)}
         if rival is not None:
             sides["theirs"] = rival
         times: dict[str, list[float]] = {side: [] for side in sides}
+        first: dict[str, float] = {}
         for turn in range(rounds + 1):
             for side, step in sides.items():
                 found = seconds(step)
-                if turn:  # the first one makes what is kept
+                if turn:
                     times[side].append(found)
+                else:  # makes what is kept
+                    first[side] = found
         ours = statistics.median(times["ours"])
         line = f"{name:<20} {model.parameter_count():>10,} parameters  {1000 * ours:8.1f} ms"
         if rival is not None:
             ratios = [mine / their for mine, their in zip(times["ours"], times["theirs"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else (ratios[0],) * 3
             line += f"  {middle:.2f} ({low:.2f} to {high:.2f}) of theirs"
+        if options.sharded:
+            line += f"; first step {1000 * first['ours']:.1f} ms, theirs {1000 * first['theirs']:.1f} ms"
         print(line)
+    if options.sharded:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def compiler() -> Any:
         yield
 
 
+@pytest.mark.slow
 def test_compilation_changes_nothing(compiler: None) -> None:
     """In fp32; runs in fp64 are in the table of proven pairs."""
     setting = replace(case(), compute="fp32", state="fp32")

@@ -9,39 +9,41 @@ global tensor), so it is the same in every layout, and nothing needs to be store
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from forge_core.protocols.model import NamedTensor, TrainableModel
 from forge_parallel.accelerator import require_compiler
 from forge_parallel.optim.groups import DECAYED, HasTorchView, decay_of
-from forge_parallel.placement.boxes import Box, local_box
+from forge_parallel.placement.boxes import Box, local_box, local_part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(HasTorchView):
-    """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`."""
+    """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`.
+
+    torch's kernel gets the part of each parameter that this rank holds, not a DTensor: an element depends on no other, and
+    DTensor would derive the placement of a list of all parameters, which takes longer than the update of a small model.
+    """
 
     def __init__(self, model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        named = list(model.trainable())
-        self._named = named
-        self._lr = lr
-        groups = [
-            {"params": [t for _, t, group in named if group in DECAYED], "weight_decay": weight_decay},
-            {"params": [t for _, t, group in named if group not in DECAYED], "weight_decay": 0.0},
+        self._named = list(model.trainable())
+        self.lr = self._peak = lr
+        self._betas, self._eps = betas, eps
+        self._groups = [
+            (weight_decay, [(name, tensor) for name, tensor, group in self._named if group in DECAYED]),
+            (0.0, [(name, tensor) for name, tensor, group in self._named if group not in DECAYED]),
         ]
-        # A pipeline stage may have nothing to train; torch accepts an empty group, but not an empty list of groups.
-        filled = [group for group in groups if group["params"]] or groups[:1]
-        self._adamw = torch.optim.AdamW(filled, lr=lr, betas=betas, eps=eps, fused=True)
-        for _, tensor, _ in named:
-            self._adamw.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                "exp_avg": torch.zeros_like(tensor, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(tensor, memory_format=torch.preserve_format),
-            }
+        like = partial(torch.zeros_like, memory_format=torch.preserve_format)
+        steps = {name: torch.zeros((), dtype=torch.float32, device=tensor.device) for name, tensor, _ in self._named}
+        self._state = {"step": steps} | {key: {name: like(tensor) for name, tensor, _ in self._named} for key in MOMENTS}
 
     @torch.no_grad()
     def step(self, skip: torch.Tensor | None = None) -> None:
@@ -49,23 +51,36 @@ class AdamW(HasTorchView):
         if skip is not None and self._named:
             # Otherwise torch would copy it asynchronously, and a kernel on the host would read it too early.
             skip = skip.to(self._named[0].tensor.device)
-        # The fused kernel reads this attribute; torch's gradient scaler uses it to skip steps as well.
-        self._adamw.found_inf = skip  # type: ignore[attr-defined]
-        self._adamw.step()
+        for decay, parameters in self._groups:
+            trained = [(name, tensor, tensor.grad) for name, tensor in parameters if tensor.grad is not None]
+            if not trained:
+                continue
+            adamw(
+                [local_part(tensor) for _, tensor, _ in trained],
+                [local_part(gradient) for _, _, gradient in trained],
+                [local_part(self._state["exp_avg"][name]) for name, _, _ in trained],
+                [local_part(self._state["exp_avg_sq"][name]) for name, _, _ in trained],
+                [],  # of AMSGrad
+                [self._state["step"][name] for name, _, _ in trained],
+                fused=True,
+                found_inf=skip,  # for scaled gradients, but it skips a step for any reason
+                lr=self.lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                eps=self._eps,
+                weight_decay=decay,
+                amsgrad=False,
+                maximize=False,
+            )
 
     def set_factor(self, factor: float) -> None:
         """Sets the learning rate to `factor` times its peak."""
-        for group in self._adamw.param_groups:
-            group["lr"] = self._lr * factor
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self._adamw.param_groups[0]["lr"]
+        self.lr = self._peak * factor
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for _, tensor, _ in self._named:
+            tensor.grad = None
 
     def trained(self) -> Sequence[NamedTensor]:
         """Returns the updated parameters."""
@@ -77,7 +92,7 @@ class AdamW(HasTorchView):
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns `step` (scalar), `exp_avg` and `exp_avg_sq` (shaped like the parameter) by global name."""
-        return {key: {name: self._adamw.state[t][key] for name, t, _ in self._named} for key in ("step", "exp_avg", "exp_avg_sq")}
+        return self._state
 
 
 CHUNK = 1 << 22
@@ -315,9 +330,6 @@ def _kernel(rule: UpdateRule) -> Callable[..., None]:
             value.copy_(torch.where(taken, new, value))
 
     return update
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adamw_rule(betas: tuple[float, float], eps: float) -> UpdateRule:

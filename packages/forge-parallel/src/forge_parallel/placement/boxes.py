@@ -36,13 +36,18 @@ def local_box(tensor: torch.Tensor) -> Box:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * tensor.dim(), tensor.detach())
-    mesh, local = tensor.device_mesh, plain(tensor.to_local()).detach()
+    mesh, local = tensor.device_mesh, local_part(tensor)
     at = mesh.get_coordinate()
     assert at is not None, "this rank is not in the tensor's mesh"
     span = _span(tensor, at)
     if span.extent != tuple(local.shape):
         raise AssertionError(f"{tensor.placements} of {shape} should give {span.extent}, but torch holds {tuple(local.shape)}")
     return Box(shape, span.offset, local)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements that this rank holds, without their place; for a plain tensor the tensor itself."""
+    return plain(tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Span(NamedTuple):
