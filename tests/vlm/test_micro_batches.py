@@ -68,7 +68,7 @@ def same_in_micro_batches(model: Any, sizes: tuple[int, ...] = (2, 1)) -> list[b
     return [compare(whole, measured(micro_batch)).accepted("fp64") for micro_batch in sizes]
 
 
-@pytest.mark.parametrize("fusion", FUSIONS, ids=repr)
+@pytest.mark.parametrize("fusion", fast(*DEFAULTS, of=FUSIONS), ids=repr)
 def test_trials_c4_no_fusion_router_or_loss_depends_on_the_micro_batch(fusion: Any) -> None:
     compared = []
     if not getattr(fusion, "needs_experts", False):

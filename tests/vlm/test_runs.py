@@ -16,6 +16,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.proofs import features, unproven
 from forge_train.recipe.load import load_recipe
 from forge_train.run.weights import InitialWeights
+from harness.siblings import fast
 from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
 
@@ -66,7 +67,7 @@ def test_what_is_not_proven_is_named(words: tuple[str, ...], pair: tuple[str, st
     assert set(pair) in found
 
 
-@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mot"])
+@pytest.mark.parametrize("fusion", fast("cross_attention", of=["joint_decoder", "cross_attention", "mot"]))
 def test_a_plan_needs_no_values_of_tokens(fusion: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a list of inner values; a blank image stands for those of a batch."""
     from forge_interp.tap_names import taps

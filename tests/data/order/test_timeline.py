@@ -1,7 +1,7 @@
 """Phases, ramps and epochs as arithmetic, against counting one sample after the other."""
 
+import itertools
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,29 +32,31 @@ def runs(draw: Any) -> tuple[list[PhaseInterval], list[int | None]]:
     return intervals, caps
 
 
-def weights_at(intervals: Sequence[PhaseInterval], timeline: Timeline, sample: int) -> tuple[float, ...]:
-    """Of the interval whose steps hold a sample, found by walking through the steps."""
-    first = 0
-    for step in range(10_000):
+def walked_weights(intervals: Sequence[PhaseInterval], timeline: Timeline, samples: int) -> list[tuple[float, ...]]:
+    """Of each sample those of the interval whose steps hold it, found by walking through the steps."""
+    weights: list[tuple[float, ...]] = []
+    for step in itertools.count():
         interval = next(interval for interval in reversed(intervals) if interval.step <= step)
-        first += interval.batch * interval.length // timeline.unit
-        if sample < first:
-            return interval.weights
+        weights += [interval.weights] * (interval.batch * interval.length // timeline.unit)
+        if len(weights) >= samples:
+            return weights[:samples]
     raise AssertionError
 
 
 class _Ledger:
-    """How far the draws of each source are from what constant weights ask for."""
+    """How far the draws of each source are from what constant weights ask for, in integers."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        exact = [Fraction(str(weight)) for weight in weights]
-        self._shares = [weight / sum(exact) for weight in exact]
-        self._owed = [Fraction(0)] * len(exact)
+        self._tenths = [round(10 * weight) for weight in weights]
+        assert all(tenths / 10 == weight for tenths, weight in zip(self._tenths, weights, strict=True))
+        self._owed = [0] * len(weights)  # samples times the sum of all weights
 
     def follows(self, source: int) -> bool:
         """Enters a draw; returns whether all sources are less than one sample away."""
-        self._owed = [owed + share - (i == source) for i, (owed, share) in enumerate(zip(self._owed, self._shares, strict=True))]
-        return all(abs(owed) < 1 for owed in self._owed)
+        whole = sum(self._tenths)
+        self._owed = [owed + tenths for owed, tenths in zip(self._owed, self._tenths, strict=True)]
+        self._owed[source] -= whole
+        return all(abs(owed) < whole for owed in self._owed)
 
 
 USED_UP_AT_THE_END = (
@@ -75,9 +77,9 @@ def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[
     drawn = [0] * len(caps)
     ledgers: list[_Ledger] = []
     before: tuple[Any, ...] = ()
-    for sample, (source, draw) in enumerate(zip(sources.tolist(), draws.tolist(), strict=True)):
+    weights = walked_weights(intervals, timeline, samples)
+    for source, draw, wanted in zip(sources.tolist(), draws.tolist(), weights, strict=True):
         assert draw == drawn[source]  # neither replayed nor skipped, across every switch
-        wanted = weights_at(intervals, timeline, sample)
         used_up = tuple(cap is not None and count == cap for cap, count in zip(caps, drawn, strict=True))
         own = tuple(0.0 if gone else weight for weight, gone in zip(wanted, used_up, strict=True))
         assert own[source] > 0

@@ -143,8 +143,8 @@ RUNS = [(model, layout) for model in DECODERS for layout in ROWS if layout != "p
 def test_options_of_published_families_equal_one_process(world: World, model: str, layout: str) -> None:
     row = ROWS[layout]
     case = replace(case_of(row), build=DECODERS[model].build)
-    whole = measured(case, "1", row)
-    assert whole.loss != measured(replace(case, build=DECODER.build), "1", row).loss
+    whole = alone(measured, case, "1", row)
+    assert whole.loss != alone(measured, replace(case, build=DECODER.build), "1", row).loss
     for found in world.run(measured, 2, case, layout, row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
@@ -162,7 +162,7 @@ def test_options_of_published_families_equal_one_process(world: World, model: st
 def test_options_over_shared_rows_equal_one_process(world: World, model: str, kind: str) -> None:
     row = frozenset({kind})
     case = replace(case_of(row), build=DECODERS[model].build)
-    whole = measured(case, "1", row)
+    whole = alone(measured, case, "1", row)
     for found in world.run(measured, 2, case, "cp2", row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
@@ -173,7 +173,7 @@ def test_options_over_shared_rows_equal_one_process(world: World, model: str, ki
 def test_what_blocks_give_each_other_is_computed_again(world: World, model: str, words: str) -> None:
     row = frozenset(words.split())
     case = replace(case_of(row), build=DECODERS[model].build)
-    whole = measured(case, "1", row)
+    whole = alone(measured, case, "1", row)
     for found in world.run(measured, 2, case, "dp2", row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
@@ -201,7 +201,7 @@ def test_more_ranks_than_key_heads_that_all_layers_have_are_refused(world: World
 def test_experts_on_other_ranks_equal_one_process(world: World, model: str) -> None:
     row = frozenset({"dp_shard", "ep_all_to_all"})
     case = replace(case_of(row), build=DECODERS[model].build)
-    whole = measured(case, "1", row)
+    whole = alone(measured, case, "1", row)
     for found in world.run(measured, 2, case, "dp2ep2", row):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference

@@ -111,7 +111,7 @@ IN_LAYOUTS = [(name, layout) for name in OURS for layout in LAYOUTS]
 CHEAP = [pair for pair in IN_LAYOUTS if pair[1] in ("dp2", "pp2")]
 
 
-@pytest.mark.parametrize(("name", "layout"), fast(*CHEAP, ("adamw", "dp2tp2"), of=IN_LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), fast(*CHEAP, of=IN_LAYOUTS))
 def test_twenty_steps_in_a_layout_equal_another_library(world: World, name: str, layout: str) -> None:
     row = LAYOUTS[layout]
     expected = independent(name, "experts" in row)
@@ -119,10 +119,13 @@ def test_twenty_steps_in_a_layout_equal_another_library(world: World, name: str,
         _equal(found, expected)
 
 
-@pytest.mark.parametrize("name", fast("adamw", of=OURS))
-def test_groups_in_a_layout_are_those_of_one_process(world: World, name: str) -> None:
+GROUPED = [(name, layout) for name in OURS for layout in ("pp2", "dp2tp2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), fast(("adamw", "pp2"), of=GROUPED))
+def test_groups_in_a_layout_are_those_of_one_process(world: World, name: str, layout: str) -> None:
     expected = ours(name, "1", "", True)
-    for found in world.run(ours, 4, name, "dp2tp2", "", True):
+    for found in world.run(ours, Layout.parse(layout).world, name, layout, "", True):
         _equal(found, expected)
 
 

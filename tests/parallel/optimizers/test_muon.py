@@ -117,7 +117,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", fast("1", "pp2", "tp2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("1", "pp2", of=LAYOUTS))
 def test_twenty_steps_equal_torch_on_one_process(world: World, layout: str) -> None:
     case = _case(0)
     exact = alone(_reference, case, 0)

@@ -190,7 +190,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", fast("1", "tp2", "dp2ep2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("1", "dp2ep2", of=LAYOUTS))
 def test_every_layout_equals_the_paper_on_one_process(world: World, layout: str) -> None:
     made = case(express=True, neurons=True)
     exact = alone(reference, made, True, True)

@@ -69,7 +69,13 @@ def test_a_refused_run_is_the_document_of_an_error(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--min-processes has no effect without restarts" in told["message"]
 
 
-@pytest.mark.parametrize("words", [["run", "debug"], ["launch", "local", "debug", "--processes", "2"]], ids=["alone", "ranks"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["run", "debug"], id="alone"),
+        pytest.param(["launch", "local", "debug", "--processes", "2"], id="ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_failure_is_told_with_its_cause(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     done, told = run(tmp_path, *words, "--train.max_steps=3", '--schedule={name = "./failing.py:Failing"}')

@@ -159,7 +159,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", fast("dp2tp2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("dp2", of=LAYOUTS))
 def test_a_layout_answers_like_one_process(world: World, folder: Path, layout: str) -> None:
     size = 4 if layout == "dp2tp2" else 2
     alone, results = asked(folder, [], 1)

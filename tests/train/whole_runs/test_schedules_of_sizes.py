@@ -15,6 +15,7 @@ from forge_train.plan import largest_step, run_size
 from forge_train.prediction import execution_of
 from forge_train.recipe.load import load_recipe
 from harness.pool import World
+from harness.siblings import fast
 from train.runs import TINY, prepared, train
 
 BATCHES = "[{start=2, global_batch=8}, {start=4, global_batch=12}, {start=6, global_batch=16}]"
@@ -71,7 +72,7 @@ def test_layouts_equal_one_process(world: World, recipe: Path, tmp_path: Path, c
             assert [row for each in found for row in each["samples"][step]] == expected
 
 
-@pytest.mark.parametrize("stop", [3, 5])
+@pytest.mark.parametrize("stop", fast(3, of=[3, 5]))
 @pytest.mark.parametrize("case", CASES)
 def test_a_stop_in_the_middle_changes_no_bit(recipe: Path, tmp_path: Path, case: str, stop: int) -> None:
     whole = train(recipe, options(tmp_path / "whole", case))

@@ -69,7 +69,7 @@ def test_a_folder_that_computes_something_else_is_moved_away(
         pytest.param(
             ("moma", "--model.moe.experts=4", "--model.moe.kernel=loop"), "forge_standalone", marks=pytest.mark.slow, id="moma"
         ),
-        (("cross_attention", "--model.fusion.every=2"), "mllama_text_model"),
+        pytest.param(("cross_attention", "--model.fusion.every=2"), "mllama_text_model", marks=pytest.mark.slow, id="mllama"),
     ],
 )
 def test_other_fusions_are_exported_and_come_back(
