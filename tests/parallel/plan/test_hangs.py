@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_parallel.launch.hang_report import Entered, parting
+from harness import commands
 from harness.siblings import fast
 
 RANK = """
@@ -152,3 +153,60 @@ def test_fault_35_where_ranks_part() -> None:
     )
     assert parting({0: same, 1: [Entered("others", 1, "x")]}) == "", "groups of other ranks are compared among those"
     assert parting({}) == ""
+
+
+LOOKS = """
+import gc
+import threading
+
+from forge_parallel.launch.hang_report import frames_of_threads, stacks_of_all_threads
+
+
+class Cycle:
+    pass
+
+
+def wait(begun, over):
+    begun.release()
+    over.acquire()
+
+
+def look(at, later):
+    # A collection is due after some more objects: here one is made for the frame of each thread, in the call that is tested.
+    gc.disable()
+    begun, over = threading.Semaphore(0), threading.Semaphore(0)
+    threads = [threading.Thread(target=wait, args=(begun, over)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        begun.acquire()
+    for _ in range(100):
+        cycle = Cycle()
+        cycle.me, cycle.local = cycle, threading.local()
+        cycle.local.value = 1
+    del cycle
+    reused = [{} for _ in range(50)]
+    del reused  # Python makes the next dictionaries of these, which do not count
+    gc.set_threshold(gc.get_count()[0] + later)
+    gc.enable()
+    found = at()
+    for _ in threads:
+        over.release()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+for at in (frames_of_threads, stacks_of_all_threads):
+    for later in range(12):
+        assert look(at, later) and gc.isenabled()
+gc.disable()
+assert threading.get_ident() in frames_of_threads() and not gc.isenabled()
+print("seen")
+"""
+
+
+def test_looking_at_threads_frees_no_garbage_meanwhile() -> None:
+    """In Python 3.11 the process would stand still, and nothing in it could say so."""
+    done = commands.run("-c", LOOKS, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "seen\n"), done.stderr

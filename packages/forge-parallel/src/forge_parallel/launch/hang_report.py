@@ -1,5 +1,6 @@
 """The report of a hang: the status and the stacks of every rank, and the ranks that the others wait for."""
 
+import gc
 import json
 import sys
 import sysconfig
@@ -130,10 +131,30 @@ def places(stack: Sequence[FrameType]) -> list[str]:
     return [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" for frame in own]
 
 
+_LOOKING = threading.Lock()
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Returns the current frame of each thread, by the thread's identifier, without collecting garbage.
+
+    Python 3.11 holds a lock of the interpreter meanwhile. A collection that frees a `threading.local` takes the same lock, and
+    the process would stand still forever, with the GIL held (python/cpython#106883). Later versions do not collect either.
+    """
+    with _LOOKING:
+        collects = sys.version_info < (3, 12) and gc.isenabled()
+        if collects:
+            gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def stacks_of_all_threads() -> str:
     """Returns the stacks of all threads except the watching one: the main thread first, the newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda item: names.get(item[0]) != "MainThread")
+    frames = sorted(frames_of_threads().items(), key=lambda item: names.get(item[0]) != "MainThread")
     stacks = [f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames]
     return "".join(stack for stack in stacks if not stack.startswith(f"thread {WATCHING}"))[:_LONGEST]
 

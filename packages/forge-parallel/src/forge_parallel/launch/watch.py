@@ -27,7 +27,6 @@ import math
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -561,7 +560,7 @@ class Watch:
     def _sight(self) -> RankStatus:
         """Returns this rank's status; `seconds` counts from when the training thread was first seen at its current line."""
         passed, doing, section, held = self.passed, self.doing, self.section, self._awake - self._entered
-        stack = list(hang_report.outwards(sys._current_frames().get(self._main)))
+        stack = list(hang_report.outwards(hang_report.frames_of_threads().get(self._main)))
         mark = (passed, *((id(frame), frame.f_lasti) for frame in stack[:1]))
         if mark != self._mark:
             self._mark, self._since, self._told = mark, self._awake, 0.0
