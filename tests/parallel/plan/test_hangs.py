@@ -207,6 +207,6 @@ print("seen")
 
 
 def test_looking_at_threads_frees_no_garbage_meanwhile() -> None:
-    """In Python 3.11 the process would stand still, and nothing in it could say so."""
+    """Before Python 3.11.9 the process would stand still, and nothing in it could say so."""
     done = commands.run("-c", LOOKS, timeout=60)
     assert (done.returncode, done.stdout) == (0, "seen\n"), done.stderr

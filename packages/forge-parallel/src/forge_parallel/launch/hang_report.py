@@ -137,11 +137,11 @@ _LOOKING = threading.Lock()
 def frames_of_threads() -> dict[int, FrameType]:
     """Returns the current frame of each thread, by the thread's identifier, without collecting garbage.
 
-    Python 3.11 holds a lock of the interpreter meanwhile. A collection that frees a `threading.local` takes the same lock, and
-    the process would stand still forever, with the GIL held (python/cpython#106883). Later versions do not collect either.
+    Before 3.11.9, Python holds a lock of the interpreter meanwhile. A collection that frees a `threading.local` takes the same
+    lock, and the process would stand still forever, with the GIL held (python/cpython#106883).
     """
     with _LOOKING:
-        collects = sys.version_info < (3, 12) and gc.isenabled()
+        collects = sys.version_info < (3, 11, 9) and gc.isenabled()
         if collects:
             gc.disable()
         try:
