@@ -63,6 +63,12 @@ def test_batches_have_names_in_order_and_no_more_elements_than_asked(monkeypatch
     assert list(parallel_model._batches({})) == []
 
 
+def test_a_tensor_without_elements_needs_no_owner() -> None:
+    model: Any = SimpleNamespace(shapes={"w": (2,), "empty": (0, 3), "missing": (2,)}, topology=Topology(Layout(), CPU))
+    found = gathered(model, {"w": torch.ones(2), "empty": torch.ones(0, 3)})
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"w": (2,), "empty": (0, 3)}
+
+
 def _claimed(how: str) -> tuple[str, list[str]]:
     """What is said if elements of the second of two tensors have too many owners, or too few; the names if nobody has it."""
     topology = Topology.of(Layout.parse("dp2"), CPU)
