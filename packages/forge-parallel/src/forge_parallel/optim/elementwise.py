@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from forge_core.protocols.model import NamedTensor, TrainableModel
@@ -56,10 +57,10 @@ class AdamW(HasTorchView):
             if not trained:
                 continue
             adamw(
-                [local_part(tensor) for _, tensor, _ in trained],
-                [local_part(gradient) for _, _, gradient in trained],
-                [local_part(self._state["exp_avg"][name]) for name, _, _ in trained],
-                [local_part(self._state["exp_avg_sq"][name]) for name, _, _ in trained],
+                [_held(tensor) for _, tensor, _ in trained],
+                [_held(gradient) for _, _, gradient in trained],
+                [_held(self._state["exp_avg"][name]) for name, _, _ in trained],
+                [_held(self._state["exp_avg_sq"][name]) for name, _, _ in trained],
                 [],  # of AMSGrad
                 [self._state["step"][name] for name, _, _ in trained],
                 fused=True,
@@ -93,6 +94,11 @@ class AdamW(HasTorchView):
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns `step` (scalar), `exp_avg` and `exp_avg_sq` (shaped like the parameter) by global name."""
         return self._state
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """Returns the elements that this rank holds."""
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 CHUNK = 1 << 22

@@ -45,9 +45,9 @@ def local_box(tensor: torch.Tensor) -> Box:
     return Box(shape, span.offset, local)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements that this rank holds, without their place; for a plain tensor the tensor itself."""
-    return plain(tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """Returns the elements of a sharded tensor that this rank holds, without their place."""
+    return plain(tensor.to_local()).detach()
 
 
 class Span(NamedTuple):
