@@ -30,8 +30,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW(HasTorchView):
     """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`.
 
-    torch's kernel gets the part of each parameter that this rank holds, not a DTensor: an element depends on no other, and
-    DTensor would derive the placement of a list of all parameters, which takes longer than the update of a small model.
+    torch's kernel is called with the local shards instead of DTensors. The update is elementwise, so the result is the same, and
+    DTensor does not have to propagate the sharding of lists of all parameters, which takes longer than the step of a small model.
     """
 
     def __init__(self, model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -56,15 +56,17 @@ class AdamW(HasTorchView):
             trained = [(name, tensor, tensor.grad) for name, tensor in parameters if tensor.grad is not None]
             if not trained:
                 continue
+            for name, tensor, gradient in trained:
+                _check_placements(name, tensor, gradient)
             adamw(
-                [_held(tensor) for _, tensor, _ in trained],
-                [_held(gradient) for _, _, gradient in trained],
-                [_held(self._state["exp_avg"][name]) for name, _, _ in trained],
-                [_held(self._state["exp_avg_sq"][name]) for name, _, _ in trained],
-                [],  # of AMSGrad
+                [_local(tensor) for _, tensor, _ in trained],
+                [_local(gradient) for _, _, gradient in trained],
+                [_local(self._state["exp_avg"][name]) for name, _, _ in trained],
+                [_local(self._state["exp_avg_sq"][name]) for name, _, _ in trained],
+                [],  # max_exp_avg_sqs, which only AMSGrad has
                 [self._state["step"][name] for name, _, _ in trained],
                 fused=True,
-                found_inf=skip,  # for scaled gradients, but it skips a step for any reason
+                found_inf=skip,  # made for gradient scaling: the kernel updates nothing if it is 1
                 lr=self.lr,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
@@ -96,9 +98,16 @@ class AdamW(HasTorchView):
         return self._state
 
 
-def _held(tensor: Tensor) -> Tensor:
-    """Returns the elements that this rank holds."""
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the shard of a DTensor on this rank; any other tensor unchanged."""
     return local_part(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _check_placements(name: str, tensor: Tensor, gradient: Tensor) -> None:
+    """Raises AssertionError if the shards of a parameter and its gradient are not the same elements."""
+    ours, theirs = (each.placements if isinstance(each, DTensor) else None for each in (tensor, gradient))
+    if ours != theirs:
+        raise AssertionError(f"{name}: the parameter has the placements {ours}, but its gradient {theirs}")
 
 
 CHUNK = 1 << 22

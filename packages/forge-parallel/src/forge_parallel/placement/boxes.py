@@ -46,7 +46,7 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """Returns the elements of a sharded tensor that this rank holds, without their place."""
+    """Returns the elements of a DTensor on this rank. They share memory with it."""
     return plain(tensor.to_local()).detach()
 
 
