@@ -303,7 +303,7 @@ def other_weights(model: ParallelModel, values: Mapping[str, torch.Tensor]) -> I
 
 
 MOST_GATHERED = 1 << 22
-"""Elements that `gathered` adds at once over ranks. A larger tensor is added by itself."""
+"""Maximum number of elements that `gathered` sums in one collective. A larger tensor has one of its own."""
 
 
 def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -317,26 +317,27 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
     whole: dict[str, torch.Tensor] = {}
     for names in _batches({name: math.prod(shape) for name, shape in model.shapes.items()}):
         sizes = [math.prod(model.shapes[name]) for name in names]
-        # The first row has values, the second one the number of ranks that own each: both in one collective.
-        rows = torch.zeros(2, sum(sizes), dtype=torch.float64, device=model.topology.device)
-        for name, value, owners in zip(names, rows[0].split(sizes), rows[1].split(sizes), strict=True):
+        values = torch.zeros(sum(sizes), dtype=torch.float64, device=model.topology.device)
+        owners = torch.zeros_like(values, dtype=torch.int32)
+        for name, value, owned in zip(names, values.split(sizes), owners.split(sizes), strict=True):
             tensor = tensors.get(name)
             if tensor is not None and owns(tensor, model.topology):
                 box = local_box(tensor)
                 box.within(value.view(box.shape)).copy_(box.local)  # a layout may view one dimension as two
-                box.within(owners.view(box.shape)).fill_(1)
-        rows = model.topology.all_reduce(rows).cpu()
-        for name, value, owners in zip(names, rows[0].split(sizes), rows[1].split(sizes), strict=True):
-            if owners.numel() and not owners.any():
+                box.within(owned.view(box.shape)).fill_(1)
+        values, owners = (model.topology.all_reduce(each).cpu() for each in (values, owners))
+        for name, value, owned in zip(names, values.split(sizes), owners.split(sizes), strict=True):
+            if owned.numel() and not owned.any():
                 continue
-            if not (owners == 1).all():
-                raise PlanError(f"{name}: elements are owned by {int(owners.min())} to {int(owners.max())} ranks instead of one")
-            whole[name] = value.view(model.shapes[name]).clone()
+            if not (owned == 1).all():
+                raise PlanError(f"{name}: elements are owned by {int(owned.min())} to {int(owned.max())} ranks instead of one")
+            full = value.view(model.shapes[name])
+            whole[name] = full.clone() if len(names) > 1 else full  # a view would keep all tensors of the batch
     return whole
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yields names in order, as many as have `MOST_GATHERED` elements together; at least one."""
+    """Yields lists of names in order, each with at most `MOST_GATHERED` elements or with a single tensor."""
     names: list[str] = []
     elements = 0
     for name, size in sizes.items():
