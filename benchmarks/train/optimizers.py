@@ -53,7 +53,8 @@ def sharded(model: ParallelModel) -> Any:
     named = []
     for name, tensor, group in model.trainable():
         parameter = torch.nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)]))
-        parameter.grad = torch.randn_like(parameter) * 1e-3
+        assert tensor.grad is not None
+        parameter.grad = distribute_tensor(tensor.grad, mesh, [Shard(0)])
         named.append(NamedTensor(name, parameter, group))
     return SimpleNamespace(trainable=lambda: named, parameter_count=model.parameter_count)
 
@@ -100,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sharded", action="store_true", help="AdamW, of DTensors")
+    parser.add_argument("--sharded", action="store_true", help="time AdamW with sharded parameters (DTensors) instead")
     parser.add_argument("--smoke", action="store_true", help="run everything once, tiny; measure nothing")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

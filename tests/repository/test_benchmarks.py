@@ -152,6 +152,8 @@ def test_every_optimizer_is_timed():
     lines = run(BENCHMARKS / "train" / "optimizers.py", "--smoke").splitlines()
     assert {line.split()[0] for line in lines[1:]} == set(Registry().names("forge.optimizers"))
     assert all("of theirs" in line for line in lines[1:])
+    (line,) = run(BENCHMARKS / "train" / "optimizers.py", "--smoke", "--sharded").splitlines()[1:]
+    assert line.startswith("adamw ") and "of theirs" in line and "first step" in line
 
 
 def test_the_layers_loop_equals_the_grouped_product(script):

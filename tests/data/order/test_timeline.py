@@ -1,6 +1,5 @@
 """Phases, ramps and epochs as arithmetic, against counting one sample after the other."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +32,9 @@ def runs(draw: Any) -> tuple[list[PhaseInterval], list[int | None]]:
 
 
 def walked_weights(intervals: Sequence[PhaseInterval], timeline: Timeline, samples: int) -> list[tuple[float, ...]]:
-    """Of each sample those of the interval whose steps hold it, found by walking through the steps."""
+    """Returns the weights of the interval of each sample, found by walking through the steps."""
     weights: list[tuple[float, ...]] = []
-    for step in itertools.count():
+    for step in range(10_000):
         interval = next(interval for interval in reversed(intervals) if interval.step <= step)
         weights += [interval.weights] * (interval.batch * interval.length // timeline.unit)
         if len(weights) >= samples:

@@ -117,7 +117,7 @@ def test_fault_45_what_forge_wrote_is_read_without_unpickling(
     assert alike(tensors(found), tensors(given)) and found.facts.step == 7
 
 
-@pytest.mark.parametrize("kind", fast("dcp", of=["dcp", "torch"]))
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_fault_45_and_49_nothing_of_another_is_unpickled_unasked(
     given: InMemory, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

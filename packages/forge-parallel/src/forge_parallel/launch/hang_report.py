@@ -135,10 +135,10 @@ _LOOKING = threading.Lock()
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Returns the current frame of each thread, by the thread's identifier, without collecting garbage.
+    """Returns the current frame of each thread by thread identifier. Automatic garbage collection is off during the call.
 
-    Before 3.11.9, Python holds a lock of the interpreter meanwhile. A collection that frees a `threading.local` takes the same
-    lock, and the process would stand still forever, with the GIL held (python/cpython#106883).
+    Before Python 3.11.9, `sys._current_frames` holds an interpreter lock. A collection that frees a `threading.local` needs the
+    same lock, so the process would deadlock with the GIL held (python/cpython#106883).
     """
     with _LOOKING:
         collects = sys.version_info < (3, 11, 9) and gc.isenabled()
