@@ -254,6 +254,14 @@ def test_items_of_lists_and_keys_of_tables_name_listed_classes(listed: Path) -> 
     assert ("forge.transforms", f"{listed / 'more.py'}:Weighted") in loaded.used
 
 
+@pytest.mark.parametrize(("name", "told"), [("Constat", "'Constant'"), ("cosin", "'cosine'"), ("Unlike", "known: ")])
+def test_a_misspelt_name_gets_the_nearest_of_listed_classes_and_components(listed: Path, name: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_recipe(listed / "run.toml", [f"--schedule.name={name}"])
+    (fault,) = [fault for fault in refused.value.faults if fault.key == "schedule.name"]
+    assert fault.origin == "--schedule.name" and told in f"{fault.message} {fault.hint}"
+
+
 def test_names_of_other_keys_are_no_classes(listed: Path) -> None:
     assert load_recipe(listed / "run.toml", ["--job.name=Constant"]).job.job.name == "Constant"
 

@@ -21,7 +21,7 @@ from forge_core.component import Slot
 from forge_core.config.fields import LEAF, Shape, shapes_in
 from forge_core.config.toml import read_toml, shown_path
 from forge_core.config.tree import DEEPEST, DEFAULT, TOO_DEEP, Array, Leaf, Node, Table, build, is_too_deep, join, plugin_files
-from forge_core.errors import ConfigError, Fault, PluginError
+from forge_core.errors import ConfigError, Fault, PluginError, UnknownComponent
 from forge_core.registry import Registry
 from forge_core.trust import trust_file
 
@@ -259,9 +259,14 @@ class _Merger:
                 self.faults.append(fault)
         else:
             try:
-                name = self.registry.spelled(self.registry.find(slot.group, bare, self.owner)) if self.owner else bare
-            except PluginError:  # reported, with its origin, when the merged tree is validated
-                return table
+                entry = self.registry.find(slot.group, bare, self.owner)
+                name = self.registry.spelled(entry) if self.owner else bare
+            except PluginError as error:  # reported, with its origin, when the merged tree is validated
+                known = [*self.classes, *self.registry.names(slot.group)] if isinstance(error, UnknownComponent) else []
+                close = get_close_matches(bare, known, n=1)
+                if not close or close[0] not in self.classes:
+                    return table
+                name = f"{self.classes[close[0]][0].rpartition(':')[0]}:{bare}"  # its error names the class
         return table if name == bare else Table({**table.items, "name": Leaf(name, origin)}, table.origin, table.edits)
 
     def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
