@@ -8,11 +8,11 @@
         assert torch.equal(per_rank[0]["w"], expected)
 
 - Each call has a fresh default group of exactly `size` ranks; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-  are set. `group=False` leaves making the group to the function. `fresh=True` forks new processes for this call.
+  are set. `group=False` leaves making the group to the function. `fresh=True` forks processes for this call alone.
 - Arguments and results are plain data, numpy arrays and tensors (by value); classes of the test file are fine.
 - Workers have one thread, seed 0 and warnings as errors; environment, directory, default dtype are put back after a call.
 - When a rank raises, dies or the time is up: `WorldFailed` names the first cause, then every rank's traceback or stack
-  and its last output. The other ranks are killed, and the next call gets new workers.
+  and its last output. All ranks of the call are killed, and the next call gets new workers.
 - A call in which a rank has a segmentation fault, or finds its heap broken, is repeated once, with a warning that holds the
   whole story, with the native stacks of all threads: no Python of ours can cause one. Two were seen, before groups of gloo had
   one thread (docs/adr/0036). One that has a cause in the test comes again, and fails it; more than two in one run fail the run
@@ -135,15 +135,12 @@ class World:
 
     def _attempt(self, call: dict[str, Any], size: int, timeout: float, fresh: bool) -> list[Any]:
         __tracebackhide__ = True
-        if fresh:
-            self._discard()
-        self._grow(size)
+        team = self._team(size, fresh)
         self._calls += 1
         assert self._directory is not None
         file = sys.modules[call["module"]].__file__
         assert file is not None
         port = _free_port()
-        team = self._workers[:size]
         for rank, worker in enumerate(team):
             worker.files.with_suffix(".stack").write_text("")
             wire.send(
@@ -166,7 +163,7 @@ class World:
 
     def close(self) -> None:
         """Ends every process."""
-        self._discard()
+        self._discard(self._workers)
         if self._control is not None:
             self._control.close()
         if self._forker is not None:
@@ -208,7 +205,7 @@ class World:
             return [answers[rank] for rank in range(len(team))]
         message = self._story(title, team, answers, dead, None if trouble else timeout)
         crashed = any(_crashed(how, team[rank].output()) for rank, how in dead.items())
-        self._discard()
+        self._discard(team)
         if refused := _OLD_TORCH.search(message):
             pytest.skip(refused[0])
         raise Crashed(message) if crashed else WorldFailed(message)
@@ -248,7 +245,7 @@ class World:
     def _release(self, team: list[_Worker], fresh: bool) -> None:
         """Lets the ranks take down their group; whoever cannot within seconds is replaced."""
         if fresh:
-            self._discard()
+            self._discard(team)
             return
         try:
             for worker in team:
@@ -258,22 +255,28 @@ class World:
                     raise TimeoutError
                 wire.receive(worker.connection)
         except (EOFError, OSError):
-            self._discard()
+            self._discard(team)
 
-    def _grow(self, size: int) -> None:
+    def _team(self, size: int, fresh: bool) -> list[_Worker]:
+        """The workers of a call: new ones, or those that are kept, of which more are made if there are too few."""
         if self._forker is not None and self._forker.poll() is not None:
             self.close()
         if self._forker is None:
             self._start()
+        if fresh:
+            return [self._fork() for _ in range(size)]
+        self._workers += [self._fork() for _ in range(size - len(self._workers))]
+        return self._workers[:size]
+
+    def _fork(self) -> _Worker:
         assert self._control is not None
         assert self._listener is not None
         assert self._directory is not None
-        while len(self._workers) < size:
-            wire.send(self._control, ("fork", str(self._directory)))
-            pid = wire.receive(self._control)
-            connection = self._listener.accept(START)
-            assert wire.receive(connection) == pid
-            self._workers.append(_Worker(pid, connection, self._directory / str(pid)))
+        wire.send(self._control, ("fork", str(self._directory)))
+        pid = wire.receive(self._control)
+        connection = self._listener.accept(START)
+        assert wire.receive(connection) == pid
+        return _Worker(pid, connection, self._directory / str(pid))
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="forge-world-"))
@@ -296,18 +299,18 @@ class World:
         self._control = self._listener.accept(START)
         assert wire.receive(self._control) == "ready"
 
-    def _discard(self) -> None:
-        """Kills the workers; the forker stays and makes new ones."""
-        for worker in self._workers:
+    def _discard(self, team: list[_Worker]) -> None:
+        """Kills the workers of a call. The others wait for the next one: they have imported what it needs."""
+        for worker in team:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
-        if self._workers and self._control is not None:
-            self._end([worker.pid for worker in self._workers])
-        for worker in self._workers:
+        if team and self._control is not None:
+            self._end([worker.pid for worker in team])
+        for worker in team:
             worker.connection.close()
             for suffix in (".out", ".stack"):
                 worker.files.with_suffix(suffix).unlink(missing_ok=True)
-        self._workers = []
+        self._workers = [worker for worker in self._workers if worker not in team]
 
     def _end(self, pids: list[int]) -> dict[int, str]:
         assert self._control is not None

@@ -71,8 +71,22 @@ def test_workers_are_kept_and_fresh_ones_are_new(world):
     assert world.run(pid, 2) == first
     new = world.run(pid, 2, fresh=True)
     assert set(new).isdisjoint(first)
-    assert set(world.run(pid, 2)).isdisjoint(new)
-    assert gone(first + new)
+    assert gone(new)
+    assert world.run(pid, 2) == first
+
+
+def fails(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ValueError("meant to fail")
+    return os.getpid()
+
+
+def test_ranks_without_a_part_in_a_call_that_fails_are_kept(world):
+    before = world.run(pid, 3)
+    with pytest.raises(WorldFailed, match="meant to fail"):
+        world.run(fails, 2, 1)
+    after = world.run(pid, 3)
+    assert gone(before[:2]) and after[0] == before[2] and set(after[1:]).isdisjoint(before)
 
 
 def litter(directory: str) -> None:
@@ -323,7 +337,7 @@ print(*pool.pids(), flush=True)
     [
         ("pool.run(module.start_child, 2, {child!r}, timeout=600)", signal.SIGKILL),
         pytest.param("pool.run(module.start_child, 2, {child!r}, timeout=600)", signal.SIGINT, marks=pytest.mark.slow),
-        ("raise SystemExit(3)", None),
+        pytest.param("raise SystemExit(3)", None, marks=pytest.mark.slow),
     ],
 )
 def test_no_process_outlives_the_parent(tmp_path, then, how):
