@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from forge_core.errors import ForgeError
 
@@ -90,41 +88,33 @@ class _DescriptionUnpickler(_Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
-class _Reader(FileSystemReader):
-    """Reads a distributed checkpoint whose author the user trusts: its metadata may contain any object."""
-
-    unpickler: type[_Unpickler] = _Unpickler
-
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        metadata = self.unpickler(io.BytesIO((Path(self.path) / METADATA).read_bytes())).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _DescriptionReader(_Reader):
-    """Reads a distributed checkpoint without unpickling anything but descriptions; torch reads the tensors likewise."""
-
-    unpickler = _DescriptionUnpickler
-
-
 def of_dcp(path: Path, keep: Callable[[str], bool], unsafe: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the tensors of a distributed checkpoint by flat name, in groups of about `_LIMIT` bytes."""
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint as dcp  # takes as long as torch itself, and files of `torch.save` do not need it
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-    reader: Callable[[], FileSystemReader] = lambda: (_Reader if unsafe else _DescriptionReader)(path)  # noqa: E731
-    known = reader().read_metadata().state_dict_metadata
+    class Reader(dcp.FileSystemReader):
+        """Unpickles only descriptions from the metadata, unless the user trusts the author; torch reads only tensors."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            content = io.BytesIO((Path(self.path) / METADATA).read_bytes())
+            metadata = (_Unpickler if unsafe else _DescriptionUnpickler)(content).load()
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    known = Reader(path).read_metadata().state_dict_metadata
     entries = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata) and keep(name)}
     group: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
         group[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         if sum(tensor.nbytes for tensor in group.values()) >= _LIMIT:
-            dcp.load(group, storage_reader=reader(), no_dist=True)
+            dcp.load(group, storage_reader=Reader(path), no_dist=True)
             yield group
             group = {}
     if group:
-        dcp.load(group, storage_reader=reader(), no_dist=True)
+        dcp.load(group, storage_reader=Reader(path), no_dist=True)
         yield group
 
 
