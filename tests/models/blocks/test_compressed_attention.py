@@ -273,6 +273,7 @@ def test_without_kinds_layers_are_those_of_deepseek_v4_pro():
     assert [THEIRS[CompressedMQA().kind_at(layer, 7)] for layer in range(7)] == published
 
 
+@pytest.mark.slow
 def test_a_compiled_block_equals_an_eager_one(build, tokens):
     rows, found = tokens(2, 9), []
     for compiled in (False, True):

@@ -102,6 +102,7 @@ def test_low_precision_is_no_farther_from_fp64_than_torch(dtype) -> None:
         assert_no_farther(ours, theirs, wide)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor itself uses what torch has deprecated
 def test_fused_passes_compile() -> None:
     arguments = (*problem(), 0.1, 0.3, 2.0)

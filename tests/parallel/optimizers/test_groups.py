@@ -129,7 +129,7 @@ def test_what_is_frozen_costs_no_state_and_is_not_in_the_norm(name: str, build: 
 @pytest.mark.parametrize("name", fast("adamw", of=OURS))
 def test_norms_move_at_a_small_rate_and_embeddings_are_not_decayed(name: str) -> None:
     """At 1e-5, in fp32 and in bf16, a norm of ones moves; without a gradient nothing but matrices does."""
-    for state, count in (("fp32", 1), ("bf16", 400)):
+    for state, count in (("fp32", 1), ("bf16", 250)):
         blueprint, settings = CASE.blueprint()
         layout = Layout()
         compute = "bf16" if state == "bf16" else "fp32"

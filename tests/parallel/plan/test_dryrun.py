@@ -335,7 +335,7 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
 
 @pytest.mark.parametrize("compute", fast("bf16", of=["fp32", "bf16"]))
 @pytest.mark.parametrize("layout", fast("dp2tp2", of=["1", "dp2", "tp2", "dp2tp2"]))
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", fast(0.1, of=[0.0, 0.1]))
 def test_blocks_of_the_loss_head_that_repeat_are_skipped(
     monkeypatch: pytest.MonkeyPatch, compute: str, layout: str, smoothing: float
 ) -> None:

@@ -50,7 +50,7 @@ def _limits(layout: str) -> dict[str, float | None]:
     return {name: one and one.total_seconds() for name, one in found.items()}
 
 
-@pytest.mark.parametrize("layout", OF)
+@pytest.mark.parametrize("layout", fast(*(layout for layout in OF if layout != "dp4ep4"), of=OF))
 def test_every_group_of_a_layout_has_the_limit_of_the_world(world: World, layout: str) -> None:
     for found in world.run(_limits, 4, layout, group=False):
         assert found.pop("opened after a new limit") == 44
@@ -83,7 +83,7 @@ def _late(layout: str, axis: str, told: Path) -> str:
 MESHES = [("cp2", "cp"), ("dp2ep2", "ep"), ("dp2tp2", "tp"), ("dp2tp2", "dp_shard")]
 
 
-@pytest.mark.parametrize(("layout", "axis"), fast(("cp2", "cp"), ("dp2ep2", "ep"), of=MESHES))
+@pytest.mark.parametrize(("layout", "axis"), fast(("dp2ep2", "ep"), of=MESHES))
 def test_who_waits_in_a_group_of_a_mesh_gives_up_in_time(world: World, tmp_path: Path, layout: str, axis: str) -> None:
     first, *_ = world.run(_late, Layout.parse(layout).world, layout, axis, tmp_path / "told", group=False, fresh=True)
     assert "imed out" in first
@@ -120,7 +120,7 @@ def _ends(program: str, rounds: int) -> tuple[int, str]:
 def test_with_one_thread_the_heap_stays_whole() -> None:
     """The program below, unchanged, with its group opened as Forge opens groups; the other one seldom gets as far."""
     inside = "from forge_parallel.torch_private import one_gloo_thread\nimport runpy\nwith one_gloo_thread():\n"
-    code, told = _ends(f"{inside}    runpy.run_path({str(PROGRAM)!r})", rounds=10_000)
+    code, told = _ends(f"{inside}    runpy.run_path({str(PROGRAM)!r})", rounds=5_000)
     assert (code, told.strip()) == (0, "alive")
 
 

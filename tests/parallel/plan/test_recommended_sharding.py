@@ -156,7 +156,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     [
         (SHAPE, "dp4", "last", None, ()),
         slow(SHAPE, "pp2dp2", "last", True, ()),
-        (MOE, "dp4ep2", "last", None, (ExpertParallel(),)),
+        slow(MOE, "dp4ep2", "last", None, (ExpertParallel(),)),
         slow(SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
         slow(replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),
         slow(SHAPE, "dp2tp2", "each", None, (TensorParallel(),)),

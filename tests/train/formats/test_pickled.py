@@ -137,7 +137,9 @@ def test_fault_45_and_49_nothing_of_another_is_unpickled_unasked(
     assert code == (2 if kind == "dcp" else 0), "the payload took the place of what torch needs"
 
 
-@pytest.mark.parametrize("trust", [[], ["--unsafe-pickle"]], ids=["unasked", "trusted"])
+@pytest.mark.parametrize(
+    "trust", [pytest.param([], id="unasked"), pytest.param(["--unsafe-pickle"], id="trusted", marks=pytest.mark.slow)]
+)
 def test_paths_that_python_3_13_pickled_are_read(given: InMemory, recipe: Path, tmp_path: Path, trust: list[str]) -> None:
     path = theirs("dcp", tmp_path / "theirs", dict(tensors(given)))
     described = pickle.loads((path / METADATA).read_bytes())  # noqa: S301

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_train.process.restarts import Ended, Fewer, Passed, run_local_ranks, supervise
+from harness.siblings import fast
 
 RANK = """
 import json, os, signal, sys, time
@@ -72,7 +73,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.parametrize("how", fast("SIGKILL", "exit", "refused", "first all follow", of=CAUSES))
 def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_path: Path, how: str) -> None:
     began = time.monotonic()
     assert run_local_ranks(command(tmp_path, how), range(4), grace=1.0) == CAUSES[how]
@@ -107,8 +108,8 @@ def lives(folder: Path) -> int:
     [
         ("well", 2, 0, 1),
         ("mends SIGKILL", 2, 0, 2),
-        ("mends exception", 1, 0, 2),
-        ("SIGKILL", 2, 5, 3),
+        pytest.param("mends exception", 1, 0, 2, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 2, 5, 3, marks=pytest.mark.slow),
         ("exception", 1, 1, 2),
         ("refused", 2, 2, 1),
         ("exit", 2, 9, 1),

@@ -77,8 +77,8 @@ def test_training_is_the_same_bit_by_bit_and_the_classes_sum_to_the_window(recip
     [
         ("at=[1], steps=1", {1: 1}),  # the window begins with the first step, so no step is left for the warm-up
         ("at=[2, 6], steps=2, warmup=2", {2: 2, 6: 2}),
-        ("every=4, steps=1", {4: 1, 8: 1}),
-        ("at=[7], steps=3", {7: 2}),  # the run ends after 8
+        pytest.param("every=4, steps=1", {4: 1, 8: 1}, marks=pytest.mark.slow),
+        pytest.param("at=[7], steps=3", {7: 2}, marks=pytest.mark.slow),  # the run ends after 8
         ("at=[1, 3, 5, 7], steps=1, keep=2", {5: 1, 7: 1}),
     ],
 )
