@@ -172,7 +172,7 @@ def test_fault_1_kill_9_at_any_moment_then_resume_gives_the_same_run(here: Path)
     settings = ["--train.max_steps=40", "--checkpoint.every=1", "--hooks=[{name='log', every=1}, {name='save'}]"]
     assert forge(here, "run", "tiny.toml", *settings, "--job.name=clean").returncode == 0
     command = [sys.executable, "-m", "forge_train", "run", "tiny.toml", *settings, "--job.name=tiny"]
-    for steps in (5, 17, 29):
+    for steps in (5, 23):
         worker = subprocess.Popen(command, cwd=here, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
         _until(lambda steps=steps: len(_lines(here)) >= steps)
         time.sleep(0.003 * steps % 0.02)

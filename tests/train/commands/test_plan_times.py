@@ -204,7 +204,7 @@ def test_less_memory_adds_no_layout() -> None:
     """The best step gets no faster as memory shrinks, until nothing fits."""
     best = []
     for gib in (120, 24):
-        found = search("7b", (), 32, REGISTRY, Hardware.load("h200"), Efficiency(), memory=gib << 30, wanted=1, count=False)
+        found = search("7b", (), 16, REGISTRY, Hardware.load("h200"), Efficiency(), memory=gib << 30, wanted=1, count=False)
         best.append(found.best[0].time.seconds)
         assert found.best[0].memory <= gib << 30
     assert best == sorted(best)
