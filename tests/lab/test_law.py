@@ -220,7 +220,7 @@ def test_trials_c7_losses_that_only_scatter_make_no_law(seed: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("what", "place"), [("parameters", 1), ("tokens", 0)])
+@pytest.mark.parametrize(("what", "place"), fast(("parameters", 1), of=[("parameters", 1), ("tokens", 0)]))
 def test_trials_c7_a_law_that_does_as_well_without_a_term_is_refused(what: str, place: int) -> None:
     """Losses that fall with one of both; whichever sign the other's exponent happens to have, its term means nothing."""
     for seed in (None, 3):

@@ -150,7 +150,7 @@ GPU_ROWS = (
 )
 """What `pytest -m gpu` compares with one process on the same device."""
 
-FAST = 18
+FAST = 16
 """Rows of the tests that every change runs."""
 
 

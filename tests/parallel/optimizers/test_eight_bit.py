@@ -30,7 +30,6 @@ from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from harness.pool import World
-from harness.siblings import fast
 from parallel.compositions.rows import DECODER
 from parallel.optimizers.test_equal import LAYOUTS, OBJECTIVE, batches, case_of, model_of
 from parallel.tiny import cross_entropy
@@ -236,7 +235,8 @@ def alone(row: str) -> dict[str, Tensor]:
     return trained("1", row)
 
 
-@pytest.mark.parametrize("layout", fast("dp2", of=LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_steps_in_a_layout_are_those_of_one_process(world: World, layout: str) -> None:
     """Codes bit by bit, and what is summed in another order to 1e-10. Blocks of four columns are whole on every rank."""
     row = LAYOUTS[layout]

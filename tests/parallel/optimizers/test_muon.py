@@ -117,7 +117,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", fast("1", "pp2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("pp2", of=LAYOUTS))
 def test_twenty_steps_equal_torch_on_one_process(world: World, layout: str) -> None:
     case = _case(0)
     exact = alone(_reference, case, 0)
@@ -127,7 +127,7 @@ def test_twenty_steps_equal_torch_on_one_process(world: World, layout: str) -> N
         assert difference.accepted("fp64"), difference
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2", "hsdp2x2"])
+@pytest.mark.parametrize("layout", fast("1", "dp2", of=["1", "dp2", "hsdp2x2"]))
 def test_fused_matrices_and_the_other_conventions_equal_torch(world: World, layout: str) -> None:
     """Of a model whose q, k and v are one parameter, with another scale and without Nesterov; shards are uneven."""
     changes = {"build": Tiny, "objective": cross_entropy, "vocab_size": FEW}

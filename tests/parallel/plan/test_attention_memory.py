@@ -81,7 +81,7 @@ PAIRS = [("window", 2), ("heavy", 2 * (1 + 1 / 16)), ("sparse", 2 * (1 + 1 / 4) 
 """Bytes of a pair by kind of layer."""
 
 
-@pytest.mark.parametrize(("kind", "bytes_of_a_pair"), fast(PAIRS[2], of=PAIRS))
+@pytest.mark.parametrize(("kind", "bytes_of_a_pair"), fast(of=PAIRS))
 def test_compressed_keys_keep_squares_but_not_one_for_each_head(kind: Any, bytes_of_a_pair: float) -> None:
     """For each pair of a query and a key, compressed ones included, the mask in bf16 as the kernel takes it; and as above what an
     indexer keeps for each pair of a query and a compressed key."""

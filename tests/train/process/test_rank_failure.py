@@ -165,7 +165,6 @@ def test_trials_f8_with_rank_0_killed_the_others_say_one_line_and_no_native_fram
 @pytest.mark.parametrize(
     ("who", "way", "layout"),
     fast(
-        (1, "forward", "pp2"),
         of=[*product((0, 1), ("forward", "backward"), ("pp2",)), (1, "forward", "pp4"), (1, "forward", "pp2dp2")],
     ),
 )

@@ -174,7 +174,9 @@ def profiled_on_a_signal(recipe: str, directory: str, sender: int, ranks: Any) -
     return reason, run.stop.signals.asked, run.requests.trace_step
 
 
-@pytest.mark.parametrize(("ranks", "written"), [("all", [0, 1]), ([1], [1]), ("nodes", [0])])
+@pytest.mark.parametrize(
+    ("ranks", "written"), fast(("all", [0, 1]), ([1], [1]), of=[("all", [0, 1]), ([1], [1]), ("nodes", [0])])
+)
 def test_a_signal_to_one_rank_opens_the_same_window_on_all(
     world: World, recipe: Path, tmp_path: Path, ranks: Any, written: list[int]
 ) -> None:
