@@ -35,7 +35,7 @@ def test_every_field_is_documented(entry):
 
 
 def test_components_import_no_torch():
-    """In one process, so the first that imports it is named."""
+    """All in one process; a failure names the first module that imports torch or numpy."""
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert not {'torch', 'numpy'} & set(sys.modules), name\n"
     modules = sorted({entry.target.partition(":")[0] for entry in OURS})

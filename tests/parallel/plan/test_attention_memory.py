@@ -17,7 +17,6 @@ from forge_parallel.optim.optimizers import AdamWConfig
 from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from harness.siblings import fast
 
 H100 = ACCELERATORS["h100"]
 LENGTH, HEADS, HEAD_DIM = 512, 4, 16
@@ -81,7 +80,8 @@ PAIRS = [("window", 2), ("heavy", 2 * (1 + 1 / 16)), ("sparse", 2 * (1 + 1 / 4) 
 """Bytes of a pair by kind of layer."""
 
 
-@pytest.mark.parametrize(("kind", "bytes_of_a_pair"), fast(of=PAIRS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bytes_of_a_pair"), PAIRS)
 def test_compressed_keys_keep_squares_but_not_one_for_each_head(kind: Any, bytes_of_a_pair: float) -> None:
     """For each pair of a query and a key, compressed ones included, the mask in bf16 as the kernel takes it; and as above what an
     indexer keeps for each pair of a query and a compressed key."""

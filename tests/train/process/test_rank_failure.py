@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from forge_core.layout import Layout
-from harness.siblings import fast
 from train.runs import TINY
 
 HOOK = '''
@@ -162,11 +161,10 @@ def test_trials_f8_with_rank_0_killed_the_others_say_one_line_and_no_native_fram
     assert re.fullmatch(r"rank 1: ERROR: .*rank 0.*resumes from its newest checkpoint\n", said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "way", "layout"),
-    fast(
-        of=[*product((0, 1), ("forward", "backward"), ("pp2",)), (1, "forward", "pp4"), (1, "forward", "pp2dp2")],
-    ),
+    [*product((0, 1), ("forward", "backward"), ("pp2",)), (1, "forward", "pp4"), (1, "forward", "pp2dp2")],
 )
 def test_an_error_in_one_stage_ends_all_ranks_in_seconds_and_is_what_they_name(
     tmp_path: Path, who: int, way: str, layout: str

@@ -6,7 +6,7 @@ sets; `[job] name` is not.
 
 `plugins` is a list of Python files at the top of a file. Components may then be named by a class alone, in this file, in
 files based on it, and on the command line: `name = "Mine"` becomes `name = "/path/mine.py:Mine"`. The files are parsed for
-their classes, and run only if one of these is chosen.
+their classes, and run only if a section names one of these or misspells it.
 """
 
 import ast
@@ -266,7 +266,7 @@ class _Merger:
                 close = get_close_matches(bare, known, n=1)
                 if not close or close[0] not in self.classes:
                     return table
-                name = f"{self.classes[close[0]][0].rpartition(':')[0]}:{bare}"  # its error names the class
+                name = f"{self.classes[close[0]][0].rpartition(':')[0]}:{bare}"  # loading it fails, and suggests a class
         return table if name == bare else Table({**table.items, "name": Leaf(name, origin)}, table.origin, table.edits)
 
     def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
