@@ -8,6 +8,7 @@ import pytest
 
 from forge_core import trust
 from forge_core.errors import ConfigError
+from forge_core.registry import Entry, Registry
 from forge_train.cli import main
 from forge_train.directory import PLUGIN_FILES
 from forge_train.recipe.load import load_recipe
@@ -260,6 +261,14 @@ def test_a_misspelt_name_gets_the_nearest_of_listed_classes_and_components(liste
         load_recipe(listed / "run.toml", [f"--schedule.name={name}"])
     (fault,) = [fault for fault in refused.value.faults if fault.key == "schedule.name"]
     assert fault.origin == "--schedule.name" and told in f"{fault.message} {fault.hint}"
+
+
+def test_a_name_of_two_distributions_is_not_taken_for_a_listed_class(listed: Path) -> None:
+    registry = Registry()
+    (ours,) = [entry for entry in registry.of("forge.schedules") if entry.name == "constant"]
+    both = [Entry(ours.group, "Constants", distribution, "1", ours.target) for distribution in ("one", "other")]
+    with pytest.raises(ConfigError, match=r"'Constants' is claimed by one 1 and other 1"):
+        load_recipe(listed / "run.toml", ["--schedule.name=Constants"], 1, Registry([*registry.entries, *both]))
 
 
 def test_names_of_other_keys_are_no_classes(listed: Path) -> None:
